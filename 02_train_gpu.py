@@ -1,7 +1,7 @@
 """Train a small network on MNIST on one device: the plain, fast, correct loop.
 
-    python 02_train_gpu.py                              # on the GPU if there is one, else on the CPU
-    python 02_train_gpu.py --limit 2000 --save model.pt # a run of seconds
+    python 02_train_gpu.py                               # the GPU if there is one, else the CPU
+    python 02_train_gpu.py --limit 2000 --save model.pt  # a run of seconds
     python 02_train_gpu.py --width 256 --batch-size 2048 --epochs 4
 
 A GPU gains nothing on a small model: at the default width it waits for Python to launch its work;
@@ -43,15 +43,11 @@ def parse_args():
     data_dir = Path(__file__).with_name("data")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, default=data_dir, help="holds MNIST/raw")
-    parser.add_argument(
-        "--device", type=torch.device, default=device, help="cuda, cuda:1, mps, cpu"
-    )
+    parser.add_argument("--device", type=torch.device, default=device, help="cuda:1, mps, cpu, ...")
     parser.add_argument("--epochs", type=positive_int, default=1)
     parser.add_argument("--batch-size", type=positive_int, default=256, help="images per update")
     parser.add_argument("--lr", type=float, default=0.01, help="the peak of the schedule")
-    parser.add_argument(
-        "--width", type=positive_int, default=16, help="channels of the first layer"
-    )
+    parser.add_argument("--width", type=positive_int, default=16, help="channels of the first conv")
     parser.add_argument("--limit", type=positive_int, help="only the first N images of each set")
     parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
     parser.add_argument("--seed", type=int, default=0)
@@ -114,11 +110,12 @@ def train(model, loader, optimizer, scheduler, device):
         targets = targets.to(device, non_blocking=True)
         logits = model(inputs)
         loss = cross_entropy(logits, targets)
+        total_loss += loss.detach()  # no .item() here: it would make every step wait for the device
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        total_loss += loss.detach()  # stays on the device: loss.item() would wait for it every step
     return total_loss.item() / len(loader)
 
 
@@ -144,10 +141,8 @@ def main():
     test_set = load_data(args.data_dir, train=False, limit=args.limit)
     steps = len(train_set) // args.batch_size
     if steps == 0:
-        sys.exit(
-            f"{len(train_set)} images do not fill a batch: lower --batch-size or raise --limit"
-        )
-    # collate_fn=tuple is for InMemory, whose batches come ready made; leave it out for other datasets.
+        sys.exit("too few images for one batch: lower --batch-size or raise --limit")
+    # collate_fn=tuple is for InMemory, whose batches come ready made: drop it for other datasets.
     options = dict(num_workers=args.workers, pin_memory=device.type == "cuda", collate_fn=tuple)
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True, **options)
     test_loader = DataLoader(test_set, args.batch_size, **options)
@@ -169,8 +164,8 @@ def main():
         result = f"epoch {epoch}/{args.epochs} | loss {loss:.4f} | accuracy {accuracy:.2%}"
         print(f"{result} | {speed:,.0f} images/s | gpu memory {memory:.0f} MiB", flush=True)
     if args.save:
-        # Renamed when complete: a kill or a full disk leaves an older file whole. Loads anywhere with
-        # model.load_state_dict(torch.load(PATH, map_location=device, weights_only=True)).
+        # Renamed when complete: a kill or a full disk leaves an older file whole. Load it anywhere:
+        # model.load_state_dict(torch.load(PATH, map_location=device, weights_only=True))
         temporary = args.save.with_name(f"{args.save.name}.{os.getpid()}")
         torch.save(model.state_dict(), temporary)
         temporary.replace(args.save)
