@@ -37,6 +37,13 @@ def positive_int(text):
     return int(text)
 
 
+def output_path(text):
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"no file can be written at {text}")
+    return path
+
+
 def parse_args():
     device = "mps" if torch.backends.mps.is_available() else "cpu"
     device = "cuda" if torch.cuda.is_available() else device
@@ -45,17 +52,14 @@ def parse_args():
     parser.add_argument("--data-dir", type=Path, default=data_dir, help="holds MNIST/raw")
     parser.add_argument("--device", type=torch.device, default=device, help="cuda:1, mps, cpu, ...")
     parser.add_argument("--epochs", type=positive_int, default=1)
-    parser.add_argument("--batch-size", type=positive_int, default=256, help="images per update")
+    parser.add_argument("--batch-size", type=positive_int, default=240, help="images per update")
     parser.add_argument("--lr", type=float, default=0.01, help="the peak of the schedule")
     parser.add_argument("--width", type=positive_int, default=16, help="channels of the first conv")
     parser.add_argument("--limit", type=positive_int, help="only the first N images of each set")
     parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=Path, metavar="PATH", help="write the trained weights there")
-    args = parser.parse_args()
-    if args.save and (args.save.is_dir() or not os.access(args.save.parent, os.W_OK)):
-        parser.error(f"--save: cannot write a file at {args.save}")
-    return args
+    parser.add_argument("--save", type=output_path, help="file for the trained weights")
+    return parser.parse_args()
 
 
 class InMemory(TensorDataset):
@@ -132,6 +136,16 @@ def evaluate(model, loader, device):
     return correct.item()
 
 
+def save(state, path):
+    """Write aside, then rename, so that a kill or a full disk leaves an older file whole.
+
+    Any device loads it: torch.load(path, map_location=device, weights_only=True).
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        torch.save(state, Path(folder, path.name))
+        os.replace(Path(folder, path.name), path)
+
+
 def main():
     args = parse_args()
     device = args.device
@@ -164,11 +178,7 @@ def main():
         result = f"epoch {epoch}/{args.epochs} | loss {loss:.4f} | accuracy {accuracy:.2%}"
         print(f"{result} | {speed:,.0f} images/s | gpu memory {memory:.0f} MiB", flush=True)
     if args.save:
-        # Renamed when complete: a kill or a full disk leaves an older file whole. Load it anywhere:
-        # model.load_state_dict(torch.load(PATH, map_location=device, weights_only=True))
-        temporary = args.save.with_name(f"{args.save.name}.{os.getpid()}")
-        torch.save(model.state_dict(), temporary)
-        temporary.replace(args.save)
+        save(model.state_dict(), args.save)
 
 
 if __name__ == "__main__":
