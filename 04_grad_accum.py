@@ -1,12 +1,12 @@
-"""Gradient accumulation: the update of a big batch from the memory of a small one.
+"""Gradient accumulation: the update of a big batch with the memory of a small one.
 
     python 04_grad_accum.py --accum 4
     diff -w 02_train_gpu.py 04_grad_accum.py
 
-It saves memory, never time: the same images are computed in smaller pieces, which keep a GPU less
-busy. --batch-size stays the size of one update, so the results are those of 02, up to the order of
-float additions. Splitting each batch here, not counting steps over a loader of small batches, makes
-every update right, also that of a short last batch. Batch norm would still see single pieces.
+It saves memory, not time: the same work in smaller pieces keeps a GPU less busy. --batch-size is
+still the size of one update, of which a piece is 1/accum; results are those of 02 up to the order
+of float additions. Splitting each batch, rather than counting the batches of a loader, makes every
+update right, a short last one too. Batch norm would see the pieces, not the batch.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -51,10 +51,12 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, default=data_dir, help="holds MNIST/raw")
     parser.add_argument("--device", type=torch.device, default=device, help="cuda:1, mps, cpu, ...")
-    parser.add_argument("--epochs", type=positive_int, default=1)
-    parser.add_argument("--batch-size", type=positive_int, default=240, help="images per update")
-    parser.add_argument("--lr", type=float, default=0.01, help="the peak of the schedule")
-    parser.add_argument("--width", type=positive_int, default=16, help="channels of the first conv")
+    parser.add_argument("--epochs", type=positive_int, default=2)
+    parser.add_argument("--batch-size", type=positive_int, default=480, help="images per update")
+    parser.add_argument("--lr", type=float, default=0.015, help="the peak of the schedule")
+    parser.add_argument(
+        "--width", type=positive_int, default=10, help="channels of the first layer"
+    )
     parser.add_argument("--limit", type=positive_int, help="only the first N images of each set")
     parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
     parser.add_argument("--seed", type=int, default=0)
@@ -93,8 +95,7 @@ def load_data(data_dir, train, limit):
 
 def build_model(width):
     return nn.Sequential(
-        nn.Conv2d(1, width, kernel_size=5),
-        nn.MaxPool2d(2),
+        nn.Conv2d(1, width, kernel_size=5, stride=2),
         nn.ReLU(),
         nn.Conv2d(width, 2 * width, kernel_size=3),
         nn.MaxPool2d(2),
@@ -115,7 +116,7 @@ def train(model, loader, optimizer, scheduler, device, accum):
             inputs = inputs.to(device, non_blocking=True)
             targets = targets.to(device, non_blocking=True)
             logits = model(inputs)
-            # Pieces differ in size: divide their sums by the batch, not the sum of their means by accum.
+            # A mean over the batch: pieces may differ in size, so no piece takes its own mean.
             loss = cross_entropy(logits, targets, reduction="sum") / len(batch_targets)
             total_loss += (
                 loss.detach()
@@ -168,9 +169,9 @@ def main():
     model = build_model(args.width).to(device, memory_format=torch.channels_last)
 
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    scheduler = OneCycleLR(
-        optimizer, args.lr, total_steps=args.epochs * steps, cycle_momentum=False
-    )
+    # Up to the peak in a fifth of all updates, then down to zero, both in straight lines.
+    shape = dict(pct_start=0.2, anneal_strategy="linear", cycle_momentum=False)
+    scheduler = OneCycleLR(optimizer, args.lr, total_steps=args.epochs * steps, **shape)
 
     header = f"{device} | torch {torch.__version__} | {len(train_set):,} images"
     print(f"{header} | batch {args.batch_size} | width {args.width}", flush=True)

@@ -1,7 +1,12 @@
-"""DataParallel: one process splits every batch over all the GPUs of one machine.
+"""DataParallel: one process splits every batch over the GPUs of one machine.
 
-python 06_dataparallel.py --width 256 --batch-size 2048
-diff 02_train_gpu.py 06_dataparallel.py
+    python 06_dataparallel.py --width 256 --batch-size 2048
+    diff 02_train_gpu.py 06_dataparallel.py
+
+Prefer 07, also on one machine: here one Python process drives all GPUs, copies the model to each of
+them at every step, and the first holds every output besides. It can be slower than one GPU; it is
+one line and needs no launcher. With one GPU, or none, it passes batches through. --batch-size is
+shared out, and the loss is taken over the outputs gathered on the first GPU, as in 02.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -46,10 +51,12 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, default=data_dir, help="holds MNIST/raw")
     parser.add_argument("--device", type=torch.device, default=device, help="cuda:1, mps, cpu, ...")
-    parser.add_argument("--epochs", type=positive_int, default=1)
-    parser.add_argument("--batch-size", type=positive_int, default=240, help="images per update")
-    parser.add_argument("--lr", type=float, default=0.01, help="the peak of the schedule")
-    parser.add_argument("--width", type=positive_int, default=16, help="channels of the first conv")
+    parser.add_argument("--epochs", type=positive_int, default=2)
+    parser.add_argument("--batch-size", type=positive_int, default=480, help="images per update")
+    parser.add_argument("--lr", type=float, default=0.015, help="the peak of the schedule")
+    parser.add_argument(
+        "--width", type=positive_int, default=10, help="channels of the first layer"
+    )
     parser.add_argument("--limit", type=positive_int, help="only the first N images of each set")
     parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
     parser.add_argument("--seed", type=int, default=0)
@@ -87,8 +94,7 @@ def load_data(data_dir, train, limit):
 
 def build_model(width):
     return nn.Sequential(
-        nn.Conv2d(1, width, kernel_size=5),
-        nn.MaxPool2d(2),
+        nn.Conv2d(1, width, kernel_size=5, stride=2),
         nn.ReLU(),
         nn.Conv2d(width, 2 * width, kernel_size=3),
         nn.MaxPool2d(2),
@@ -156,13 +162,17 @@ def main():
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True, **options)
     test_loader = DataLoader(test_set, args.batch_size, **options)
     model = build_model(args.width).to(device, memory_format=torch.channels_last)
-    parallel_model = nn.DataParallel(model)
-    print(f"DataParallel over {len(parallel_model.device_ids)} GPUs")
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    parallel_model = nn.DataParallel(model) if gpus > 1 else model
+    print(
+        f"DataParallel | {gpus} GPUs{', the model is used as it is' if gpus < 2 else ''}",
+        flush=True,
+    )
 
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    scheduler = OneCycleLR(
-        optimizer, args.lr, total_steps=args.epochs * steps, cycle_momentum=False
-    )
+    # Up to the peak in a fifth of all updates, then down to zero, both in straight lines.
+    shape = dict(pct_start=0.2, anneal_strategy="linear", cycle_momentum=False)
+    scheduler = OneCycleLR(optimizer, args.lr, total_steps=args.epochs * steps, **shape)
 
     header = f"{device} | torch {torch.__version__} | {len(train_set):,} images"
     print(f"{header} | batch {args.batch_size} | width {args.width}", flush=True)
