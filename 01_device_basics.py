@@ -33,7 +33,7 @@ class InMemory(TensorDataset):
 
     def __getitems__(self, indices):
         indices = torch.tensor(indices)
-        return tuple(tensor[indices] for tensor in self.tensors)
+        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
 
 
 def load_data(data_dir, train, limit):
@@ -59,7 +59,8 @@ def load_data(data_dir, train, limit):
 def show_devices():
     """Which devices this machine has, and what they can do."""
     print(
-        f"torch {torch.__version__} | CUDA {torch.version.cuda} | {torch.get_num_threads()} CPU threads"
+        f"torch {torch.__version__} | built for CUDA {torch.version.cuda}"
+        f" | {torch.get_num_threads()} CPU threads"
     )
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
@@ -92,7 +93,7 @@ def move_tensors(device):
 
 
 def mix_devices(device):
-    """The commonest error: two devices in one operation. A CPU meets "meta", which holds no data."""
+    """The commonest error: two devices in one operation. (A CPU meets "meta", which has no data.)"""
     other = torch.device("meta" if device.type == "cpu" else "cpu")
     model = nn.Linear(3, 2, device=device)
     inputs = torch.ones(1, 3, device=other)

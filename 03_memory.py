@@ -1,7 +1,13 @@
-"""Memory: where one update's goes, and activation checkpointing to keep less of it.
+"""GPU memory: what one update keeps where, and activation checkpointing to keep less of it.
 
-python 03_memory.py --segments 2
-diff 02_train_gpu.py 03_memory.py
+    python 03_memory.py --segments 2
+    diff 02_train_gpu.py 03_memory.py
+
+Checkpointing costs a second forward pass and saves activations only; with a small model or batch,
+parameters and optimizer state matter more. The model is cut into segments, of which only the inputs
+are kept, and the last, which is kept whole: more segments are not always better, so look at the
+report. The results are those of 02. Out of memory for other reasons: total_loss += loss without
+detach() keeps every step's graph, and evaluation without inference_mode() keeps activations.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -66,7 +72,7 @@ class InMemory(TensorDataset):
 
     def __getitems__(self, indices):
         indices = torch.tensor(indices)
-        return tuple(tensor[indices] for tensor in self.tensors)
+        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
 
 
 def load_data(data_dir, train, limit):
@@ -145,14 +151,14 @@ def save(state, path):
 
 
 def saved_bytes(model, segments, inputs, targets):
-    """Run forward and backward; return the bytes kept between them, parameters left out."""
+    """Run forward and backward; return the bytes kept from one to the other, without parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage  # each storage once: many tensors share one
+            saved[storage.data_ptr()] = storage  # once, however many tensors share it
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -163,7 +169,7 @@ def saved_bytes(model, segments, inputs, targets):
 
 
 def report(model, optimizer, segments, inputs, targets):
-    """Print what holds the memory of one update, after training, when Adam has its state."""
+    """Print what takes the memory of an update; call it when the optimizer has made a step."""
     activations = saved_bytes(model, 1, inputs, targets)
     optimizer.zero_grad()
     checkpointed = saved_bytes(model, segments, inputs, targets)
@@ -217,7 +223,7 @@ def main():
         memory = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else 0
         result = f"epoch {epoch}/{args.epochs} | loss {loss:.4f} | accuracy {accuracy:.2%}"
         print(f"{result} | {speed:,.0f} images/s | gpu memory {memory:.0f} MiB", flush=True)
-    inputs, targets = train_set[: args.batch_size]
+    inputs, targets = next(iter(train_loader))
     report(model, optimizer, args.segments, inputs.to(device), targets.to(device))
     if args.save:
         save(model.state_dict(), args.save)

@@ -71,7 +71,7 @@ class InMemory(TensorDataset):
 
     def __getitems__(self, indices):
         indices = torch.tensor(indices)
-        return tuple(tensor[indices] for tensor in self.tensors)
+        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
 
 
 def load_data(data_dir, train, limit):

@@ -1,8 +1,14 @@
-"""DistributedDataParallel: one process a GPU, on one machine or many; killed runs resume.
+"""DistributedDataParallel: one process a GPU, on one machine or many; a killed run resumes.
 
-torchrun --standalone --nproc_per_node=4 07_ddp.py
-torchrun --standalone --nproc_per_node=4 --max-restarts=2 07_ddp.py --checkpoint run.pt
-diff 02_train_gpu.py 07_ddp.py
+    torchrun --standalone --nproc_per_node=4 07_ddp.py
+    torchrun --standalone --nproc_per_node=4 --max-restarts=3 07_ddp.py --checkpoint run.pt
+    sbatch slurm/ddp.sh
+    diff 02_train_gpu.py 07_ddp.py
+
+Small models gain nothing: each step adds up all gradients over the network. --batch-size is shared
+out among the processes, so that any number of them trains the model that one trains; to give each
+GPU more work, raise it. Without a GPU the processes share the CPU. --checkpoint is written after
+each epoch and resumed from if it exists; it belongs where a later job finds it again.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -71,7 +77,7 @@ class InMemory(TensorDataset):
 
     def __getitems__(self, indices):
         indices = torch.tensor(indices)
-        return tuple(tensor[indices] for tensor in self.tensors)
+        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
 
 
 def load_data(data_dir, train, limit):
@@ -203,8 +209,8 @@ def main():
         sys.exit("too few images for one batch: lower --batch-size or raise --limit")
     # collate_fn=tuple is for InMemory, whose batches come ready made: drop it for other datasets.
     options = dict(num_workers=args.workers, pin_memory=device.type == "cuda", collate_fn=tuple)
-    # Rank r takes every world_size-th image: the shares of all ranks are the batch of one process.
-    # For testing a range does it, since DistributedSampler repeats or drops images to even them out.
+    # Rank r takes every world_size-th image, so that all shares together are one process's batch.
+    # Testing takes a range: DistributedSampler would repeat or drop images to make shares equal.
     train_sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     test_sampler = range(rank, len(test_set), world_size)
     train_loader = DataLoader(train_set, share, sampler=train_sampler, drop_last=True, **options)
