@@ -93,7 +93,7 @@ def move_tensors(device):
 
 
 def mix_devices(device):
-    """The commonest error: two devices in one operation. (A CPU meets "meta", which has no data.)"""
+    """The commonest error: two devices in one operation (for a CPU, "meta" plays the other)."""
     other = torch.device("meta" if device.type == "cpu" else "cpu")
     model = nn.Linear(3, 2, device=device)
     inputs = torch.ones(1, 3, device=other)

@@ -164,10 +164,7 @@ def main():
     model = build_model(args.width).to(device, memory_format=torch.channels_last)
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     parallel_model = nn.DataParallel(model) if gpus > 1 else model
-    print(
-        f"DataParallel | {gpus} GPUs{', the model is used as it is' if gpus < 2 else ''}",
-        flush=True,
-    )
+    print(f"DataParallel | {gpus} GPUs | with fewer than two it changes nothing", flush=True)
 
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
     # Up to the peak in a fifth of all updates, then down to zero, both in straight lines.

@@ -1,6 +1,5 @@
-"""What all tests share: how a user runs a script, what it prints, and tiny data sets."""
+"""What the tests share: how a user runs a script, what it prints, and tiny data sets."""
 
-import functools
 import importlib.util
 import os
 import re
@@ -13,9 +12,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = sorted(path.name for path in ROOT.glob("0*.py"))
-FAMILY = SCRIPTS[1:]  # 02 and the scripts that are 02 plus one technique
-SHORT = ("--device", "cpu", "--limit", "2000", "--epochs", "2", "--batch-size", "96")
+FAMILY = sorted(path.name for path in ROOT.glob("0[2-9]_*.py"))
+SHORT = ["--device", "cpu", "--limit", "2000", "--epochs", "2", "--batch-size", "96"]
 HEADER = re.compile(r"(\S+) \| torch (\S+) \| ([\d,]+) images \| batch (\d+) \| width (\d+)")
 EPOCH = re.compile(
     r"epoch (\d+)/(\d+) \| loss (\d+\.\d{4}) \| accuracy (\d+\.\d\d)% \| ([\d,]+) images/s"
@@ -43,42 +41,62 @@ def load(script):
     return module
 
 
-def run(script, *flags, launcher=("-W", "error"), timeout=300, **options):
-    """Run a script as a user does, warnings being errors; return the finished process."""
+def command(script, *flags, torchrun=("--standalone", "--nproc_per_node=1"), python=sys.executable):
+    """The command line a user types; warnings are errors. 07 goes through torchrun."""
+    launcher = ["-m", "torch.distributed.run", *torchrun] if script.startswith("07") else []
+    return [python, "-W", "error", *launcher, str(ROOT / script), *map(str, flags)]
+
+
+def run(script, *flags, torchrun=("--standalone", "--nproc_per_node=1"), env=None, **options):
+    """Run a script to its end and return the process, with its output as text."""
     return subprocess.run(
-        [sys.executable, *launcher, str(ROOT / script), *map(str, flags)],
+        command(script, *flags, torchrun=torchrun),
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1" if script.startswith("07") else "2",
+            **(env or {}),
+        },
         capture_output=True,
         text=True,
-        timeout=timeout,
-        **options,
+        check=False,
+        **{"timeout": 300, **options},
     )
 
 
-def torchrun(*flags, processes=2, options=("--standalone",), script="07_ddp.py", **kwargs):
-    """Run 07 under torchrun, one thread a process."""
-    launcher = ("-m", "torch.distributed.run", *options, f"--nproc_per_node={processes}")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
-    return run(script, *flags, launcher=launcher, env=env, **kwargs)
-
-
 def results(done):
-    """The epoch lines of a finished process as tuples (epoch, loss, accuracy), the form checked."""
+    """The epochs of a finished run as tuples (epoch, loss, accuracy), once all lines are checked."""
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert any(HEADER.fullmatch(line) for line in lines), done.stdout
     epochs = [EPOCH.fullmatch(line) for line in lines if line.startswith("epoch")]
     assert epochs and all(epochs), done.stdout
-    return [(int(match[1]), match[3], match[4]) for match in epochs]
+    return [(int(epoch[1]), float(epoch[3]), float(epoch[4])) for epoch in epochs]
 
 
-@functools.cache
-def short(script):
-    """The short-iteration run of a script on the CPU, made once for all tests that look at it."""
-    return torchrun(*SHORT, processes=1) if script == "07_ddp.py" else run(script, *SHORT)
+def fails(done, *words):
+    """Check that a run ended non-zero with a last line on stderr that holds all the words."""
+    assert done.returncode != 0, done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert all(word in last for word in words), done.stderr
+    assert "epoch 1/" not in done.stdout
+
+
+@pytest.fixture(scope="session")
+def short(tmp_path_factory):
+    """short(script): the process and the saved weights of its short run, made once a session."""
+    folder, runs = tmp_path_factory.mktemp("short"), {}
+
+    def short(script):
+        if script not in runs:
+            extra = ["--trace", folder / "trace.json"] if script.startswith("09") else []
+            runs[script] = run(script, *SHORT, "--save", folder / script, *extra, cwd=folder)
+        return runs[script], folder / script
+
+    return short
 
 
 def write_mnist(folder, train=1003, test=101):
-    """Write a random but learnable data set of any size in MNIST's own, unpacked, file format."""
+    """Write a learnable data set of any size in MNIST's own, unpacked, file format."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
@@ -86,7 +104,7 @@ def write_mnist(folder, train=1003, test=101):
         targets = torch.randint(10, (count,), generator=generator, dtype=torch.uint8)
         images = torch.randint(64, (count, 28, 28), generator=generator, dtype=torch.uint8)
         for image, target in zip(images, targets):
-            image[2 * target : 2 * target + 4] += 128  # a bar, the higher the smaller the digit
+            image[2 * target : 2 * target + 4] += 128  # a bright bar: its height is the digit
         header = struct.pack(">4i", 0x803, count, 28, 28)
         (raw / f"{name}-images-idx3-ubyte").write_bytes(header + images.numpy().tobytes())
         header = struct.pack(">2i", 0x801, count)

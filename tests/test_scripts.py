@@ -1,0 +1,109 @@
+"""Every script as a user runs it, in short-iteration mode: it learns, prints and saves as 02 does."""
+
+import math
+
+import pytest
+import torch
+from conftest import FAMILY, HEADER, ROOT, SHORT, load, results, run
+
+EXACT = ["03_memory.py", "04_grad_accum.py", "06_dataparallel.py", "09_profile.py"]
+CLOSE = ["05_amp.py", "08_compile.py"]
+
+
+@pytest.mark.parametrize("script", FAMILY)
+def test_learns(script, short):
+    first, last = results(short(script)[0])
+    assert last[1] < first[1] < math.log(10)
+    assert last[2] > 85
+
+
+@pytest.mark.parametrize("script", FAMILY)
+def test_saves_weights_of_the_bare_model(script, short):
+    done, path = short(script)
+    results(done)
+    weights = torch.load(path, map_location="cpu", weights_only=True)
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    model = load("02_train_gpu.py").build_model(10)
+    model.load_state_dict(weights)  # strict: no "module." or "_orig_mod."
+
+
+@pytest.mark.parametrize("script", EXACT)
+def test_result_is_that_of_02(script, short):
+    assert results(short(script)[0]) == results(short("02_train_gpu.py")[0])
+
+
+@pytest.mark.parametrize("script", CLOSE)
+def test_result_is_close_to_that_of_02(script, short):
+    for found, expected in zip(results(short(script)[0]), results(short("02_train_gpu.py")[0])):
+        assert found[1] == pytest.approx(expected[1], abs=0.02)
+        assert found[2] == pytest.approx(expected[2], abs=1.0)
+
+
+def test_header(short):
+    found = HEADER.match(short("02_train_gpu.py")[0].stdout).groups()
+    assert found == ("cpu", torch.__version__, "2,000", "96", "10")
+
+
+@pytest.mark.parametrize("script", FAMILY)
+def test_leaves_nothing_behind(script, short):
+    """No temporary folder of an atomic save, no stray output."""
+    done, path = short(script)
+    allowed = {*FAMILY, "trace.json"}
+    assert {file.name for file in path.parent.iterdir()} <= allowed
+
+
+def test_device_basics():
+    done = run("01_device_basics.py", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "Tensor on device cpu is not on the expected device meta" in done.stdout
+    loss = float(done.stdout.split("loss after 20 steps on cpu: ")[1])
+    assert loss < 1
+
+
+@pytest.mark.parametrize("script", ["02_train_gpu.py", "04_grad_accum.py"])
+def test_awkward_sizes(script, tiny):
+    """1003 and 101 images in batches of 50: 20 updates, and every test image counts."""
+    done = run(script, "--data-dir", tiny, "--device", "cpu", "--batch-size", "50", "--epochs", "2")
+    accuracy = results(done)[-1][2]
+    assert round(accuracy * 101 / 100, 2) == pytest.approx(round(accuracy * 101 / 100), abs=0.01)
+    assert "1,003 images" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("script", FAMILY)
+def test_on_a_gpu(script, tmp_path):
+    done = run(script, *SHORT, "--device", "cuda", "--save", tmp_path / "weights.pt", cwd=tmp_path)
+    epochs = results(done)
+    assert epochs[-1][2] > 85
+    assert "gpu memory 0 MiB" not in done.stdout
+
+
+@pytest.mark.gpu
+def test_device_basics_on_a_gpu():
+    done = run("01_device_basics.py")
+    assert done.returncode == 0, done.stderr
+    assert "found at least two devices" in done.stdout
+
+
+@pytest.mark.multigpu
+def test_dataparallel_on_two_gpus(tmp_path):
+    done = run("06_dataparallel.py", *SHORT, "--device", "cuda", cwd=tmp_path)
+    assert results(done)[-1][2] > 85
+    assert f"DataParallel | {torch.cuda.device_count()} GPUs" in done.stdout
+
+
+def test_pasted_alone_it_imports_silently(tmp_path):
+    """Imported as a module, a script runs, prints and downloads nothing."""
+    for script in ROOT.glob("0*.py"):
+        (tmp_path / f"script{script.name[:2]}.py").write_bytes(script.read_bytes())
+    names = [path.stem for path in tmp_path.glob("*.py")]
+    from conftest import subprocess, sys
+
+    code = "import " + ", ".join(names)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {
+        f"{n}.py" for n in names
+    }
