@@ -43,7 +43,9 @@ def load(script):
 
 def command(script, *flags, torchrun=("--standalone", "--nproc_per_node=1"), python=sys.executable):
     """The command line a user types; warnings are errors. 07 goes through torchrun."""
-    launcher = ["-m", "torch.distributed.run", *torchrun] if script.startswith("07") else []
+    launcher = (
+        ["-m", "torch.distributed.run", *torchrun] if Path(script).name.startswith("07") else []
+    )
     return [python, "-W", "error", *launcher, str(ROOT / script), *map(str, flags)]
 
 
@@ -53,7 +55,7 @@ def run(script, *flags, torchrun=("--standalone", "--nproc_per_node=1"), env=Non
         command(script, *flags, torchrun=torchrun),
         env={
             **os.environ,
-            "OMP_NUM_THREADS": "1" if script.startswith("07") else "2",
+            "OMP_NUM_THREADS": "1" if Path(script).name.startswith("07") else "2",
             **(env or {}),
         },
         capture_output=True,

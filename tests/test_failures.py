@@ -1,0 +1,189 @@
+"""Bad input ends non-zero with a last line that names cause and remedy; what was saved stays."""
+
+import gzip
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from conftest import ROOT, command, fails, load, results, run
+
+RAW = ROOT / "data" / "MNIST" / "raw"
+QUICK = ["--device", "cpu", "--limit", "200", "--epochs", "1", "--batch-size", "50"]
+
+
+def refusal(script, flags, monkeypatch, capsys):
+    """The last line on stderr of a script that refuses its flags; run in this process, to be quick."""
+    monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
+    with pytest.raises((SystemExit, Exception)) as ended:
+        load(script).main()
+    error = ended.value
+    out, err = capsys.readouterr()
+    assert "epoch" not in out
+    if not isinstance(error, SystemExit):
+        return str(error).splitlines()[-1]
+    assert error.code  # a text, or the 2 of argparse
+    return error.code if isinstance(error.code, str) else err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "script, flags, words",
+    [
+        ("02_train_gpu.py", ["--epochs", "0"], ["--epochs", "'0'"]),
+        ("02_train_gpu.py", ["--batch-size", "-3"], ["--batch-size", "'-3'"]),
+        ("02_train_gpu.py", ["--batch-size", "many"], ["--batch-size", "'many'"]),
+        ("02_train_gpu.py", ["--width", "0"], ["--width", "'0'"]),
+        ("02_train_gpu.py", ["--limit", "0"], ["--limit", "'0'"]),
+        ("02_train_gpu.py", ["--limit", "20"], ["too few images", "--batch-size", "--limit"]),
+        ("02_train_gpu.py", ["--batch-size", "201"], ["too few images", "--batch-size"]),
+        ("02_train_gpu.py", ["--lr", "-1"], ["Invalid learning rate: -1.0"]),
+        ("02_train_gpu.py", ["--workers", "-1"], ["num_workers", "non-negative"]),
+        ("02_train_gpu.py", ["--device", "gpu"], ["device", "gpu"]),
+        ("02_train_gpu.py", ["--save", "."], ["--save", "no file can be written"]),
+        ("02_train_gpu.py", ["--save", "no/model.pt"], ["--save", "no/model.pt"]),
+        ("03_memory.py", ["--segments", "10"], ["--segments", "invalid choice"]),
+        ("04_grad_accum.py", ["--accum", "0"], ["--accum", "'0'"]),
+        ("05_amp.py", ["--dtype", "float8"], ["--dtype", "invalid choice"]),
+        ("07_ddp.py", [], ["torchrun --standalone --nproc_per_node"]),
+        ("08_compile.py", ["--mode", "fast"], ["--mode", "invalid choice"]),
+        ("09_profile.py", ["--limit", "100"], ["15 steps", "--limit"]),
+        ("09_profile.py", ["--trace", "no/trace.json"], ["--trace", "no file"]),
+    ],
+)
+def test_bad_flags(script, flags, words, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    last = refusal(script, [*QUICK, *flags], monkeypatch, capsys)
+    assert all(word in last for word in words), last
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_flags_end_the_process_non_zero():
+    fails(run("02_train_gpu.py", *QUICK, "--limit", "20"), "too few images")
+
+
+def test_cuda_without_a_gpu():
+    done = run("02_train_gpu.py", *QUICK, "--device", "cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode != 0
+    assert "CUDA" in done.stderr.splitlines()[-1] or "NVIDIA" in done.stderr.splitlines()[-1]
+
+
+def copy_archives(folder):
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in RAW.glob("*.gz"):
+        shutil.copy(path, raw)
+    return raw
+
+
+OFFLINE = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy")}  # nothing listens
+
+
+@pytest.mark.parametrize("script", ["01_device_basics.py", "02_train_gpu.py"])
+def test_no_data_and_no_network(script, tmp_path):
+    done = run(script, "--data-dir", tmp_path, "--device", "cpu", env=OFFLINE)
+    fails(done, "MNIST", "Connection refused", f"four .gz files alone into {tmp_path / 'MNIST'}")
+    assert [path.name for path in tmp_path.rglob("*")] == ["MNIST", "raw"]
+
+
+@pytest.mark.parametrize("content", [b"", b"<!DOCTYPE html><p>moved", None])
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte"])
+def test_damaged_file(name, content, tmp_path):
+    """Empty, an HTML page, or cut short: an archive of the training or a file of the test set."""
+    raw = copy_archives(tmp_path)
+    if not name.endswith(".gz"):
+        for archive in raw.iterdir():
+            (raw / archive.stem).write_bytes(gzip.decompress(archive.read_bytes()))
+    content = (raw / name).read_bytes()[:5000] if content is None else content
+    (raw / name).write_bytes(content)
+    done = run("02_train_gpu.py", *QUICK, "--data-dir", tmp_path, env=OFFLINE)
+    fails(done, "MNIST", "four .gz files alone into")
+    assert (raw / name).read_bytes() == content
+
+
+def test_first_runs_at_once(tmp_path):
+    """Three first runs unpack in one folder; none reads what another has half written."""
+    copy_archives(tmp_path)
+    flags = [*QUICK, "--data-dir", tmp_path]
+    runs = [subprocess.Popen(command("02_train_gpu.py", *flags)) for _ in range(3)]
+    assert [process.wait(120) for process in runs] == [0, 0, 0]
+    assert len(list((tmp_path / "MNIST" / "raw").iterdir())) == 8
+    assert [path.name for path in tmp_path.iterdir()] == ["MNIST"]
+
+
+@pytest.mark.skipif(subprocess.call(["unshare", "-m", "true"]) != 0, reason="needs unshare -m")
+def test_folder_that_cannot_be_written(tmp_path):
+    """Said where unpacking is needed; no matter where it is not."""
+
+    def run_read_only():
+        mount = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+        script = command("02_train_gpu.py", *QUICK, "--data-dir", tmp_path)
+        return subprocess.run(
+            ["unshare", "-m", "sh", "-c", mount, tmp_path, *script],
+            capture_output=True,
+            check=False,
+            text=True,
+        )
+
+    copy_archives(tmp_path)
+    fails(run_read_only(), "Read-only file system", str(tmp_path))
+    results(run("02_train_gpu.py", *QUICK, "--data-dir", tmp_path))
+    results(run_read_only())
+
+
+@pytest.mark.parametrize("fault", ["raise OSError(28, 'No space left')", "os.kill(os.getpid(), 9)"])
+def test_interrupted_save_leaves_the_old_file(fault, tmp_path):
+    """A full disk, or a kill, when half of the file is written."""
+    old = tmp_path / "model.pt"
+    old.write_bytes(b"older weights")
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(f"""
+        import os, torch
+        def save(state, path):
+            with open(path, "wb") as file:
+                file.write(b"half")
+                file.flush()
+                {fault}
+        torch.save = save
+        """)
+    )
+    done = run("02_train_gpu.py", *QUICK, "--save", old, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode != 0 and "epoch 1/1" in done.stdout
+    assert old.read_bytes() == b"older weights"
+    if "raise" in fault:
+        assert "No space left" in done.stderr.splitlines()[-1]
+        assert {path.name for path in tmp_path.iterdir()} <= {
+            "model.pt",
+            "sitecustomize.py",
+            "__pycache__",
+        }
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_under_start_method(method, tmp_path):
+    """The default start methods of macOS, Windows and newer Pythons."""
+    text = (ROOT / "02_train_gpu.py").read_text(encoding="utf-8")
+    call = f'    __import__("multiprocessing").set_start_method("{method}")\n    main()'
+    (tmp_path / "02_spawn.py").write_text(text.replace("    main()", call), encoding="utf-8")
+    flags = [*QUICK, "--workers", "2", "--data-dir", ROOT / "data"]
+    assert results(run(tmp_path / "02_spawn.py", *flags)) == results(run("02_train_gpu.py", *QUICK))
+
+
+def test_ctrl_c_leaves_no_process(tmp_path):
+    process = subprocess.Popen(
+        command("02_train_gpu.py", "--device", "cpu", "--epochs", "100", "--workers", "2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert "cpu" in process.stdout.readline()
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode != 0 and "KeyboardInterrupt" in stderr
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
