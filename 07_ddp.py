@@ -243,11 +243,11 @@ def main():
         accuracy = correct.item() / len(test_set)
         memory = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else 0
         result = f"epoch {epoch}/{args.epochs} | loss {loss:.4f} | accuracy {accuracy:.2%}"
-        if rank == 0:
-            print(f"{result} | {speed:,.0f} images/s | gpu memory {memory:.0f} MiB", flush=True)
-        if rank == 0 and args.checkpoint:
+        if rank == 0 and args.checkpoint:  # before the line that says that the epoch is done
             states = {name: part.state_dict() for name, part in parts.items()}
             save({**states, "settings": settings, "epoch": epoch}, args.checkpoint)
+        if rank == 0:
+            print(f"{result} | {speed:,.0f} images/s | gpu memory {memory:.0f} MiB", flush=True)
     if rank == 0 and args.save:
         save(model.state_dict(), args.save)
     dist.destroy_process_group()
