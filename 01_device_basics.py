@@ -16,7 +16,6 @@ of the work: it is slower than a CPU at small things, and copies to it cost time
 import argparse
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -51,9 +50,10 @@ def load_data(data_dir, train, limit):
         inputs = (mnist.data[:limit, None] / 255 - 0.1307) / 0.3081
         return InMemory(inputs, mnist.targets[:limit])
     except Exception as error:
-        sys.exit(
+        message = (
             f"cannot read or download MNIST: {error!r}; put its four .gz files alone into {raw}"
         )
+        raise SystemExit(message) from error
 
 
 def show_devices():
@@ -113,14 +113,14 @@ def synchronize(device):
         torch.mps.synchronize()
 
 
-def milliseconds(work, device, repeats=10):
-    """Median time of work(), warmed up, each run from an idle device to an idle device."""
-    work()
+def milliseconds(device, work, *args):
+    """Median time of work(*args), warmed up, each from an idle device to an idle device."""
+    work(*args)
     times = []
-    for _ in range(repeats):
+    for _ in range(10):
         synchronize(device)
         start = time.perf_counter()
-        work()
+        work(*args)
         synchronize(device)
         times.append(1000 * (time.perf_counter() - start))
     return statistics.median(times)
@@ -141,8 +141,8 @@ def time_work(device):
     for size in 64, 256, 1024:
         on_cpu = torch.randn(size, size)
         on_device = on_cpu.to(device)
-        cpu_time = milliseconds(lambda: on_cpu @ on_cpu, torch.device("cpu"))
-        device_time = milliseconds(lambda: on_device @ on_device, device)
+        cpu_time = milliseconds(torch.device("cpu"), torch.mm, on_cpu, on_cpu)
+        device_time = milliseconds(device, torch.mm, on_device, on_device)
         print(f"{size} x {size} product | cpu {cpu_time:.3f} ms | {device} {device_time:.3f} ms")
 
 
@@ -154,8 +154,7 @@ def copy_to_device(device):
     pageable = torch.ones(64, 2**20)
     pinned = pageable.pin_memory()
     for name, source in ("pageable", pageable), ("pinned", pinned):
-        blocking = milliseconds(lambda: source.to(device), device)
-        print(f"256 MiB to {device} | {name} {blocking:.2f} ms")
+        print(f"256 MiB to {device} | {name} {milliseconds(device, source.to, device):.2f} ms")
     start = time.perf_counter()
     copy = pinned.to(device, non_blocking=True)
     launched = 1000 * (time.perf_counter() - start)

@@ -88,9 +88,10 @@ def load_data(data_dir, train, limit):
         inputs = (mnist.data[:limit, None] / 255 - 0.1307) / 0.3081
         return InMemory(inputs, mnist.targets[:limit])
     except Exception as error:
-        sys.exit(
+        message = (
             f"cannot read or download MNIST: {error!r}; put its four .gz files alone into {raw}"
         )
+        raise SystemExit(message) from error
 
 
 def build_model(width):
@@ -163,14 +164,18 @@ def main():
     if steps == 0:
         sys.exit("too few images for one batch: lower --batch-size or raise --limit")
     # collate_fn=tuple is for InMemory, whose batches come ready made: drop it for other datasets.
-    options = dict(num_workers=args.workers, pin_memory=device.type == "cuda", collate_fn=tuple)
+    options = {
+        "num_workers": args.workers,
+        "pin_memory": device.type == "cuda",
+        "collate_fn": tuple,
+    }
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True, **options)
     test_loader = DataLoader(test_set, args.batch_size, **options)
     model = build_model(args.width).to(device, memory_format=torch.channels_last)
 
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
     # Up to the peak in a fifth of all updates, then down to zero, both in straight lines.
-    shape = dict(pct_start=0.2, anneal_strategy="linear", cycle_momentum=False)
+    shape = {"pct_start": 0.2, "anneal_strategy": "linear", "cycle_momentum": False}
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=args.epochs * steps, **shape)
 
     header = f"{device} | torch {torch.__version__} | {len(train_set):,} images"

@@ -1,14 +1,15 @@
 """DistributedDataParallel: one process a GPU, on one machine or many; a killed run resumes.
 
     torchrun --standalone --nproc_per_node=4 07_ddp.py
-    torchrun --standalone --nproc_per_node=4 --max-restarts=3 07_ddp.py --checkpoint run.pt
+    torchrun --standalone --nproc_per_node=4 07_ddp.py --checkpoint run.pt  # again: it resumes
     sbatch slurm/ddp.sh
     diff 02_train_gpu.py 07_ddp.py
 
-Small models gain nothing: each step adds up all gradients over the network. --batch-size is shared
-out among the processes, so that any number of them trains the model that one trains; to give each
-GPU more work, raise it. Without a GPU the processes share the CPU. --checkpoint is written after
-each epoch and resumed from if it exists; it belongs where a later job finds it again.
+Small models gain nothing: every step sums all gradients over all processes. --batch-size is shared
+out, so that any number of processes trains the model that one trains; raise it to give each GPU
+more to do. --checkpoint is written after every epoch. For torchrun --max-restarts, which starts all
+processes again when one dies, also set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it they may
+look for dead ones (https://github.com/pytorch/pytorch/issues/135712).
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -95,9 +96,10 @@ def load_data(data_dir, train, limit):
         inputs = (mnist.data[:limit, None] / 255 - 0.1307) / 0.3081
         return InMemory(inputs, mnist.targets[:limit])
     except Exception as error:
-        sys.exit(
+        message = (
             f"cannot read or download MNIST: {error!r}; put its four .gz files alone into {raw}"
         )
+        raise SystemExit(message) from error
 
 
 def build_model(width):
@@ -168,7 +170,8 @@ def resume(path, settings, parts):
             if states[0]["settings"] != settings:
                 raise ValueError(f"it was made with {states[0]['settings']}")
         except Exception as error:
-            sys.exit(f"cannot resume from {path}: {error!r}; move it away or name another file")
+            message = f"cannot resume from {path}: {error!r}; move it away or name another file"
+            raise SystemExit(message) from error
     dist.broadcast_object_list(states)
     for name in parts.keys() & states[0].keys():
         parts[name].load_state_dict(states[0][name])
@@ -208,7 +211,11 @@ def main():
     if steps == 0:
         sys.exit("too few images for one batch: lower --batch-size or raise --limit")
     # collate_fn=tuple is for InMemory, whose batches come ready made: drop it for other datasets.
-    options = dict(num_workers=args.workers, pin_memory=device.type == "cuda", collate_fn=tuple)
+    options = {
+        "num_workers": args.workers,
+        "pin_memory": device.type == "cuda",
+        "collate_fn": tuple,
+    }
     # Rank r takes every world_size-th image, so that all shares together are one process's batch.
     # Testing takes a range: DistributedSampler would repeat or drop images to make shares equal.
     train_sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
@@ -220,7 +227,7 @@ def main():
 
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
     # Up to the peak in a fifth of all updates, then down to zero, both in straight lines.
-    shape = dict(pct_start=0.2, anneal_strategy="linear", cycle_momentum=False)
+    shape = {"pct_start": 0.2, "anneal_strategy": "linear", "cycle_momentum": False}
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=args.epochs * steps, **shape)
 
     names = ("epochs", "batch_size", "lr", "width", "limit", "seed")

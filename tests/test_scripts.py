@@ -47,9 +47,8 @@ def test_header(short):
 @pytest.mark.parametrize("script", FAMILY)
 def test_leaves_nothing_behind(script, short):
     """No temporary folder of an atomic save, no stray output."""
-    done, path = short(script)
-    allowed = {*FAMILY, "trace.json"}
-    assert {file.name for file in path.parent.iterdir()} <= allowed
+    folder = short(script)[1].parent
+    assert {path.name for path in folder.iterdir()} <= {*FAMILY, "trace.json"}
 
 
 def test_device_basics():

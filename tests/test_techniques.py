@@ -79,7 +79,9 @@ def test_memory_report_is_exact(short):
         "activations": 96 * sum(whole) + 4,  # 4: the sum of the class weights in the loss
         "activations, 2 segments": 96 * sum(checkpointed) + 4,
     }
-    lines = re.findall(r"^(\w.*?) +\| +([\d,]+) bytes$", short("03_memory.py")[0].stdout, re.M)
+    lines = re.findall(
+        r"^(\w.*?) +\| +([\d,]+) bytes$", short("03_memory.py")[0].stdout, re.MULTILINE
+    )
     assert {name: int(size.replace(",", "")) for name, size in lines} == expected
 
 
@@ -189,7 +191,7 @@ def test_profile(short, tmp_path):
     assert len(shares) == 15
     assert shares == sorted(shares, reverse=True) and shares[0] > 10
     # However many epochs, the file stays what it is.
-    flags = [*SHORT, "--epochs", "8", "--trace", tmp_path / "long.json"]
+    flags = [*SHORT, "--epochs", "5", "--trace", tmp_path / "long.json"]
     assert run("09_profile.py", *flags).returncode == 0
     size = os.path.getsize(tmp_path / "long.json")
     assert size < 20e6
