@@ -50,9 +50,7 @@ def load_data(data_dir, train, limit):
         inputs = (mnist.data[:limit, None] / 255 - 0.1307) / 0.3081
         return InMemory(inputs, mnist.targets[:limit])
     except Exception as error:
-        message = (
-            f"cannot read or download MNIST: {error!r}; put its four .gz files alone into {raw}"
-        )
+        message = f"cannot load MNIST: {error!r}; put its four .gz files alone into {raw}"
         raise SystemExit(message) from error
 
 

@@ -54,9 +54,7 @@ def parse_args():
     parser.add_argument("--epochs", type=positive_int, default=2)
     parser.add_argument("--batch-size", type=positive_int, default=480, help="images per update")
     parser.add_argument("--lr", type=float, default=0.015, help="the peak of the schedule")
-    parser.add_argument(
-        "--width", type=positive_int, default=10, help="channels of the first layer"
-    )
+    parser.add_argument("--width", type=positive_int, default=10, help="channels, first layer")
     parser.add_argument("--limit", type=positive_int, help="only the first N images of each set")
     parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
     parser.add_argument("--seed", type=int, default=0)
@@ -87,9 +85,7 @@ def load_data(data_dir, train, limit):
         inputs = (mnist.data[:limit, None] / 255 - 0.1307) / 0.3081
         return InMemory(inputs, mnist.targets[:limit])
     except Exception as error:
-        message = (
-            f"cannot read or download MNIST: {error!r}; put its four .gz files alone into {raw}"
-        )
+        message = f"cannot load MNIST: {error!r}; put its four .gz files alone into {raw}"
         raise SystemExit(message) from error
 
 

@@ -49,7 +49,7 @@ def refusal(script, flags, monkeypatch, capsys):
         ("04_grad_accum.py", ["--accum", "0"], ["--accum", "'0'"]),
         ("05_amp.py", ["--dtype", "float8"], ["--dtype", "invalid choice"]),
         ("07_ddp.py", [], ["torchrun --standalone --nproc_per_node"]),
-        ("08_compile.py", ["--mode", "fast"], ["--mode", "invalid choice"]),
+        ("08_compile.py", ["--mode", "fast"], ["mode", "fast", "max-autotune"]),
         ("09_profile.py", ["--limit", "100"], ["15 steps", "--limit"]),
         ("09_profile.py", ["--trace", "no/trace.json"], ["--trace", "no file"]),
     ],

@@ -164,12 +164,12 @@ DIFFERENCES = {
             3,
         ),
         ("optimizer.zero_grad()", ["    return total_loss.item() / len(loader)"], 2),
-        ("os.replace(Path(folder, path.name), path)", [], 16),
+        ("os.replace(Path(folder, path.name), path)", [], 17),
         ("device = args.device", [], 15),
         ("torch.manual_seed(args.seed)", [], 5),
         ("test_set = load_data(args.data_dir, train=False, limit=args.limit)", [], 2),
         (
-            'options = dict(num_workers=args.workers, pin_memory=device.type == "cuda", collate_fn=tuple)',
+            "}",
             [
                 "    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True, **options)",
                 "    test_loader = DataLoader(test_set, args.batch_size, **options)",
@@ -214,10 +214,10 @@ DIFFERENCES = {
         (
             'parser.add_argument("--save", type=output_path, help="file for the trained weights")',
             [],
-            2,
+            1,
         ),
         ("model = build_model(args.width).to(device, memory_format=torch.channels_last)", [], 1),
-        ('print(f"{header} | batch {args.batch_size} | width {args.width}", flush=True)', [], 13),
+        ('print(f"{header} | batch {args.batch_size} | width {args.width}", flush=True)', [], 11),
         (
             "start = time.perf_counter()",
             ["        loss = train(model, train_loader, optimizer, scheduler, device)"],
