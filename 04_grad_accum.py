@@ -115,9 +115,7 @@ def train(model, loader, optimizer, scheduler, device, accum):
             logits = model(inputs)
             # A mean over the batch: pieces may differ in size, so no piece takes its own mean.
             loss = cross_entropy(logits, targets, reduction="sum") / len(batch_targets)
-            total_loss += (
-                loss.detach()
-            )  # no .item() here: it would make every step wait for the device
+            total_loss += loss.detach()  # .item() would wait for the device at every step
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()

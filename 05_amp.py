@@ -115,7 +115,7 @@ def train(model, loader, optimizer, scheduler, device, dtype, scaler):
         with torch.autocast(device.type, dtype):
             logits = model(inputs)
             loss = cross_entropy(logits, targets)
-        total_loss += loss.detach()  # no .item() here: it would make every step wait for the device
+        total_loss += loss.detach()  # .item() would wait for the device at every step
         scale = scaler.get_scale()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)  # so that true gradients are clipped

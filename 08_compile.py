@@ -113,7 +113,7 @@ def train(model, loader, optimizer, scheduler, device):
         targets = targets.to(device, non_blocking=True)
         logits = model(inputs)
         loss = cross_entropy(logits, targets)
-        total_loss += loss.detach()  # no .item() here: it would make every step wait for the device
+        total_loss += loss.detach()  # .item() would wait for the device at every step
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()

@@ -117,7 +117,7 @@ def train(model, loader, optimizer, scheduler, device, profiler):
         with record_function("forward"):
             logits = model(inputs)
             loss = cross_entropy(logits, targets)
-        total_loss += loss.detach()  # no .item() here: it would make every step wait for the device
+        total_loss += loss.detach()  # .item() would wait for the device at every step
         with record_function("backward"):
             loss.backward()
         with record_function("optimizer"):

@@ -20,7 +20,7 @@ def test_files_exist():
 def test_flags_exist():
     """Every flag after the name of a script is one of its flags."""
     commands = re.findall(r"\b(\d\d_\w+\.py)((?: +--?[\w-]+(?:[ =][\w.]+)?)+)", README)
-    assert len(commands) > 5
+    assert len(commands) >= 3
     for script, flags in commands:
         text = (ROOT / script).read_text(encoding="utf-8")
         for flag in re.findall(r"--[\w-]+", flags):
