@@ -54,7 +54,7 @@ def parse_args():
     parser.add_argument("--epochs", type=positive_int, default=2)
     parser.add_argument("--batch-size", type=positive_int, default=480, help="images per update")
     parser.add_argument("--lr", type=float, default=0.015, help="the peak of the schedule")
-    parser.add_argument("--width", type=positive_int, default=10, help="channels, first layer")
+    parser.add_argument("--width", type=positive_int, default=8, help="channels, first layer")
     parser.add_argument("--limit", type=positive_int, help="only the first N images of each set")
     parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
     parser.add_argument("--seed", type=int, default=0)
@@ -93,11 +93,11 @@ def build_model(width):
     return nn.Sequential(
         nn.Conv2d(1, width, kernel_size=5, stride=2),
         nn.ReLU(),
-        nn.Conv2d(width, 2 * width, kernel_size=3),
+        nn.Conv2d(width, 3 * width, kernel_size=3),
         nn.MaxPool2d(2),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(2 * width * 5 * 5, 128),
+        nn.Linear(3 * width * 5 * 5, 128),
         nn.ReLU(),
         nn.Linear(128, 10),
     )

@@ -254,11 +254,11 @@ def test_foreign_checkpoint(kind, tiny, tmp_path):
     path = tmp_path / "run.pt"
     flags = [*FLAGS, "--epochs", "1", "--data-dir", tiny, "--checkpoint", path]
     if kind == "weights of 02":
-        torch.save(load("02_train_gpu.py").build_model(10).state_dict(), path)
+        torch.save(load("02_train_gpu.py").build_model(8).state_dict(), path)
     elif kind == "no file of torch":
         path.write_text("notes")
     else:
-        results(run("07_ddp.py", *flags, *(["--width", "8"] if kind == "another width" else [])))
+        results(run("07_ddp.py", *flags, *(["--width", "4"] if kind == "another width" else [])))
     if kind == "truncated":
         os.truncate(path, path.stat().st_size // 2)
     content = path.read_bytes()

@@ -23,7 +23,7 @@ def test_saves_weights_of_the_bare_model(script, short):
     results(done)
     weights = torch.load(path, map_location="cpu", weights_only=True)
     assert {value.dtype for value in weights.values()} == {torch.float32}
-    model = load("02_train_gpu.py").build_model(10)
+    model = load("02_train_gpu.py").build_model(8)
     model.load_state_dict(weights)  # strict: no "module." or "_orig_mod."
 
 
@@ -41,7 +41,7 @@ def test_result_is_close_to_that_of_02(script, short):
 
 def test_header(short):
     found = HEADER.match(short("02_train_gpu.py")[0].stdout).groups()
-    assert found == ("cpu", torch.__version__, "2,000", "96", "10")
+    assert found == ("cpu", torch.__version__, "2,000", "96", "8")
 
 
 @pytest.mark.parametrize("script", FAMILY)
