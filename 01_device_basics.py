@@ -10,7 +10,7 @@ of the work: it is slower than a CPU at small things, and copies to it cost time
 # SPDX-License-Identifier: 0BSD
 # /// script
 # requires-python = ">=3.9"
-# dependencies = ["torch>=2.4", "torchvision>=0.19"]
+# dependencies = ["torch>=2.4.0", "torchvision>=0.19.0"]
 # ///
 
 import argparse

@@ -12,7 +12,7 @@ later one. 03 to 09 are this file plus one technique each: diff them with it.
 # SPDX-License-Identifier: 0BSD
 # /// script
 # requires-python = ">=3.9"
-# dependencies = ["torch>=2.4", "torchvision>=0.19"]
+# dependencies = ["torch>=2.4.0", "torchvision>=0.19.0"]
 # ///
 
 import argparse

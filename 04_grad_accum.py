@@ -12,7 +12,7 @@ update right, a short last one too. Batch norm would see the pieces, not the bat
 # SPDX-License-Identifier: 0BSD
 # /// script
 # requires-python = ">=3.9"
-# dependencies = ["torch>=2.4", "torchvision>=0.19"]
+# dependencies = ["torch>=2.4.0", "torchvision>=0.19.0"]
 # ///
 
 import argparse

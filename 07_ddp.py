@@ -15,7 +15,7 @@ look for dead ones (https://github.com/pytorch/pytorch/issues/135712).
 # SPDX-License-Identifier: 0BSD
 # /// script
 # requires-python = ">=3.9"
-# dependencies = ["torch>=2.4", "torchvision>=0.19"]
+# dependencies = ["torch>=2.4.0", "torchvision>=0.19.0"]
 # ///
 
 import argparse

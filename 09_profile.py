@@ -11,7 +11,7 @@ inside. On a GPU a region's CPU time is that of launching its work: sort by the 
 # SPDX-License-Identifier: 0BSD
 # /// script
 # requires-python = ">=3.9"
-# dependencies = ["torch>=2.4", "torchvision>=0.19"]
+# dependencies = ["torch>=2.4.0", "torchvision>=0.19.0"]
 # ///
 
 import argparse
