@@ -179,7 +179,7 @@ def main():
     try:
         loss = cross_entropy(compiled_model(inputs), targets)
     except Exception as error:
-        message = f"{str(error).splitlines()[0]}; if no C++ compiler is there, install one, such as g++"
+        message = f"{str(error).splitlines()[0]}; if it lacks a compiler, install one, such as g++"
         raise SystemExit(message) from error
     loss.backward()
     optimizer.zero_grad()  # no update: the result stays that of 02
