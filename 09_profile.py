@@ -94,13 +94,13 @@ def build_model(width):
     return nn.Sequential(
         nn.Conv2d(1, width, kernel_size=5, stride=2),
         nn.ReLU(),
-        nn.Conv2d(width, 3 * width, kernel_size=3),
+        nn.Conv2d(width, 2 * width, kernel_size=3),
         nn.MaxPool2d(2),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(3 * width * 5 * 5, 128),
+        nn.Linear(2 * width * 5 * 5, 256),
         nn.ReLU(),
-        nn.Linear(128, 10),
+        nn.Linear(256, 10),
     )
 
 

@@ -59,15 +59,15 @@ def test_accumulated_gradient_is_that_of_the_batch(accum):
 
 def test_memory_report_is_exact(short):
     """Bytes by hand for batches of 96 images and a width of 8, tensor by tensor."""
-    parameters = 8 * 26 + 24 * 73 + 128 * 601 + 10 * 129
+    parameters = 8 * 26 + 16 * 73 + 256 * 401 + 10 * 257
     whole = [
         784 * 4,  # the images, for the weights of the first convolution
         8 * 12 * 12 * 4,  # its relu's output, also the second convolution's input
-        24 * 10 * 10 * 4,  # what is pooled
-        24 * 5 * 5 * 8,  # where the maxima were, int64
-        24 * 5 * 5 * 4,  # the second relu's output
-        24 * 5 * 5 * 4,  # the same, flattened: a copy, since channels come last
-        128 * 4,  # the third relu's output, also the last layer's input
+        16 * 10 * 10 * 4,  # what is pooled
+        16 * 5 * 5 * 8,  # where the maxima were, int64
+        16 * 5 * 5 * 4,  # the second relu's output
+        16 * 5 * 5 * 4,  # the same, flattened: a copy, since channels come last
+        256 * 4,  # the third relu's output, also the last layer's input
         10 * 4,  # log-probabilities
         8,  # targets, int64
     ]
