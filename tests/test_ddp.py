@@ -1,30 +1,32 @@
 """07 on any number of processes, killed and resumed."""
 
 import functools
-import http.server
 import itertools
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
+from multiprocessing.pool import ThreadPool
 
 import pytest
 import torch
-from conftest import ROOT, command, load, results, run
+from conftest import ROOT, SHORT, command, load, results, run
 
 FLAGS = ["--device", "cpu", "--batch-size", "60", "--epochs", "3"]
-
-
-RESTART = {
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
-}  # else torchrun may restart into dead addresses
+RESTART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else it may restart into dead addresses
 
 
 def processes(count, *more):
     return ["--standalone", f"--nproc_per_node={count}", *more]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def patched(folder, code):
@@ -35,30 +37,64 @@ def patched(folder, code):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny, tmp_path_factory):
-    """Results and final weights of three epochs on two processes."""
-    path = tmp_path_factory.mktemp("undisturbed") / "model.pt"
-    flags = [*FLAGS, "--data-dir", tiny, "--save", path]
-    return results(run("07_ddp.py", *flags, torchrun=processes(2))), torch.load(path)
+def twice(tiny, tmp_path_factory):
+    """Results and final weights of three epochs on two processes, by two jobs at once."""
+    folder = tmp_path_factory.mktemp("twice")
+
+    def job(path):
+        flags = [*FLAGS, "--data-dir", tiny, "--save", path]
+        return results(run("07_ddp.py", *flags, torchrun=processes(2))), torch.load(path)
+
+    with ThreadPool(2) as pool:
+        return pool.map(job, [folder / "1.pt", folder / "2.pt"])
+
+
+@pytest.fixture
+def alone(monkeypatch, capsys, tmp_path):
+    """alone(flags): the output, or the last words, of 07 as the only process of its group."""
+
+    def alone(*flags):
+        monkeypatch.setattr(sys, "argv", ["07_ddp.py", *map(str, flags)])
+        last = ""
+        try:
+            load("07_ddp.py").main()
+        except SystemExit as error:
+            assert error.code
+            last = str(error.code)
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        out, err = capsys.readouterr()
+        assert not last or not out
+        return out or (err if last == "2" else last)
+
+    places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**places, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    return alone
 
 
 @pytest.fixture(scope="module")
 def probe(tiny, tmp_path_factory):
-    """probe(N): what each of N processes saw and computed in two epochs, in float64."""
+    """probe(N): what each of N processes saw, computed and printed in two epochs, in float64."""
 
     @functools.cache
     def probe(count):
         folder = tmp_path_factory.mktemp(f"probe{count}")
         flags = [folder, *FLAGS, "--epochs", "2", "--data-dir", tiny]
         launch = [sys.executable, "-m", "torch.distributed.run", *processes(count)]
-        subprocess.run(
+        done = subprocess.run(
             [*launch, ROOT / "tests" / "probe_ddp.py", *map(str, flags)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=True,
+            check=False,
             capture_output=True,
+            text=True,
             timeout=300,
         )
-        return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
+        printed = results(done)
+        ranks = [torch.load(folder / f"{rank}.pt") for rank in range(count)]
+        return [{**rank, "printed": printed} for rank in ranks]
 
     return probe
 
@@ -77,6 +113,7 @@ def test_processes_train_the_model_that_one_trains(probe, count):
     for rank in many:
         first, expected = rank["gradients"][0], one[0]["gradients"][0]
         torch.testing.assert_close(first, expected, rtol=1e-9, atol=1e-13)
+    assert many[0]["printed"] == one[0]["printed"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -96,62 +133,45 @@ def test_every_test_image_counts_once(probe, count):
     assert sorted(itertools.chain(*seen)) == sorted([*range(101)] * 2)  # two epochs
 
 
-def test_printed_results_agree(tiny, undisturbed):
-    alone = results(run("07_ddp.py", *FLAGS, "--data-dir", tiny, torchrun=processes(1)))
-    for found, expected in zip(alone, undisturbed[0]):
-        assert found[1] == pytest.approx(expected[1], abs=2e-3)
-        assert found[2] == pytest.approx(expected[2], abs=1.01)
-
-
-def free_port():
-    with http.server.HTTPServer(("127.0.0.1", 0), None) as server:
-        return server.server_port
-
-
 def test_two_nodes_on_one_machine(tmp_path):
     """Two torchruns: only rank 0 prints and saves; each prepares its own folder, once."""
-    requests = []
-
-    class Mirror(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=ROOT / "data" / "MNIST" / "raw")
-
-        def log_message(self, *args):
-            requests.append(self.path)
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mirror) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        mirror = f"http://127.0.0.1:{server.server_port}/"
-        env = patched(
-            tmp_path,
-            f"from torchvision import datasets\ndatasets.MNIST.mirrors = ['{mirror}']",
-        )
-        flags = [*FLAGS, "--epochs", "1", "--limit", "600"]
-        alone = run("07_ddp.py", *flags, "--data-dir", tmp_path / "alone", env=env)
-        results(alone)
-        needed, port = len(requests), free_port()
-        nodes = []
-        for node in range(2):
-            folder = tmp_path / f"node{node}"
-            folder.mkdir()
-            torchrun = ["--nnodes=2", f"--node_rank={node}", "--nproc_per_node=2"]
-            torchrun += ["--master_addr=127.0.0.1", f"--master_port={port}"]
-            more = ["--data-dir", folder / "data", "--save", folder / "model.pt"]
-            nodes.append(
-                subprocess.Popen(
-                    command("07_ddp.py", *flags, *more, torchrun=torchrun),
-                    env={**os.environ, **env, "OMP_NUM_THREADS": "1"},
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
+    env = patched(
+        tmp_path,
+        f"""
+        import shutil
+        from torchvision import datasets
+        whole = datasets.MNIST.download
+        def download(self):
+            with open("{tmp_path}/ranks", "a") as file:
+                print(os.environ["RANK"], file=file)
+            for name, _ in self.resources:
+                shutil.copy("{ROOT}/data/MNIST/raw/" + name, self.raw_folder)
+            whole(self)
+        datasets.MNIST.download = download
+        """,
+    )
+    flags = [*FLAGS, "--epochs", "1", "--limit", "600"]
+    nodes, port = [], free_port()
+    for node in range(2):
+        folder = tmp_path / f"node{node}"
+        folder.mkdir()
+        torchrun = ["--nnodes=2", f"--node_rank={node}", "--nproc_per_node=2"]
+        torchrun += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+        more = ["--data-dir", folder / "data", "--save", folder / "model.pt"]
+        nodes.append(
+            subprocess.Popen(
+                command("07_ddp.py", *flags, *more, torchrun=torchrun),
+                env={**os.environ, **env, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                text=True,
             )
-        outputs = [node.communicate(timeout=200)[0] for node in nodes]
-        server.shutdown()
+        )
+    outputs = [node.communicate(timeout=200)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
     assert "epoch 1/1" in outputs[0] and outputs[1] == ""
     assert (tmp_path / "node0" / "model.pt").exists()
     assert not (tmp_path / "node1" / "model.pt").exists()
-    assert len(requests) == 3 * needed  # one process alone, and one on each node
+    assert (tmp_path / "ranks").read_text().split() == ["0", "2"]
 
 
 def workers(token):
@@ -184,10 +204,9 @@ def start(*flags, torchrun, token):
     return process, lines
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_killed_rank_resumes(rank, tmp_path):
-    """kill -9 in the second epoch under --max-restarts: the rest is as if nothing had happened."""
-    flags = ["--device", "cpu", "--limit", "4800", "--batch-size", "60", "--epochs", "3"]
+def test_killed_ranks_resume(tmp_path):
+    """kill -9 of one rank, later of the other: the rest is as if nothing had happened."""
+    flags = ["--device", "cpu", "--limit", "4800", "--batch-size", "60", "--epochs", "4"]
     saves = [tmp_path / "whole.pt", tmp_path / "resumed.pt"]
     whole = run("07_ddp.py", *flags, "--save", saves[0], torchrun=processes(2))
     more = ["--save", saves[1], "--checkpoint", tmp_path / "run.pt"]
@@ -195,13 +214,15 @@ def test_killed_rank_resumes(rank, tmp_path):
         *flags, *more, torchrun=processes(2, "--max-restarts=2"), token=str(tmp_path)
     )
     time.sleep(0.3)
-    os.kill(workers(str(tmp_path))[rank], signal.SIGKILL)
-    output = "".join(lines) + process.communicate(timeout=200)[0]
-    assert process.returncode == 0
-    assert "resumed | 1/3 epochs were done" in output
-    whole_lines = [line.split(" | ")[:3] for line in whole.stdout.splitlines()[1:]]
-    lines = [line.split(" | ")[:3] for line in output.splitlines() if line.startswith("epoch")]
-    assert lines == whole_lines
+    os.kill(workers(str(tmp_path))[1], signal.SIGKILL)
+    for line in process.stdout:
+        lines.append(line)
+        if "epoch 3/4" in line:
+            os.kill(workers(str(tmp_path))[0], signal.SIGKILL)
+    assert process.wait(60) == 0
+    assert sum("resumed | " in line for line in lines) == 2, lines
+    found = [line.split(" | ")[:3] for line in lines if line.startswith("epoch")]
+    assert found == [line.split(" | ")[:3] for line in whole.stdout.splitlines()[1:]]
     weights, resumed = (torch.load(path) for path in saves)
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
@@ -218,7 +239,13 @@ def test_sigterm_ends_all_and_leaves_a_whole_checkpoint(tmp_path):
     assert torch.load(path, weights_only=True)["epoch"] >= 1
 
 
-def test_killed_while_writing_the_checkpoint(tiny, undisturbed, tmp_path):
+def test_two_jobs_at_once(twice):
+    (results1, weights1), (results2, weights2) = twice
+    assert results1 == results2
+    assert all(torch.equal(weights1[name], weights2[name]) for name in weights1)
+
+
+def test_killed_while_writing_the_checkpoint(tiny, twice, tmp_path):
     """The write of the second one is cut short by kill -9: the first counts, training goes on."""
     env = patched(
         tmp_path,
@@ -239,92 +266,70 @@ def test_killed_while_writing_the_checkpoint(tiny, undisturbed, tmp_path):
     assert killed.returncode != 0 and "epoch 1/3" in killed.stdout
     weights = tmp_path / "model.pt"
     resumed = run("07_ddp.py", *flags, "--save", weights, torchrun=processes(2))
-    assert results(resumed) == undisturbed[0][1:]
+    undisturbed, expected = twice[0]
+    assert results(resumed) == undisturbed[1:]
     found = torch.load(weights)
-    assert all(torch.equal(found[name], value) for name, value in undisturbed[1].items())
-    finished = run("07_ddp.py", *flags, torchrun=processes(2))
-    assert finished.returncode == 0
-    assert finished.stdout.splitlines()[1:] == ["resumed | 3/3 epochs were done"]
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(
     "kind", ["truncated", "weights of 02", "another width", "no file of torch"]
 )
-def test_foreign_checkpoint(kind, tiny, tmp_path):
+def test_foreign_checkpoint(kind, short, alone, tmp_path):
+    path, checkpoint = tmp_path / "run.pt", short("07_ddp.py")[1].with_name("run.pt").read_bytes()
+    contents = {
+        "truncated": checkpoint[: len(checkpoint) // 2],
+        "weights of 02": short("02_train_gpu.py")[1].read_bytes(),
+        "another width": checkpoint,
+        "no file of torch": b"notes",
+    }
+    path.write_bytes(contents[kind])
+    width = "4" if kind == "another width" else "8"
+    last = alone(*SHORT, "--width", width, "--checkpoint", path)
+    assert f"cannot resume from {path}" in last and "move it away" in last
+    assert path.read_bytes() == contents[kind]
+
+
+def test_finished_checkpoint(short, alone, tmp_path):
+    """There is nothing left to do, and that is no error."""
     path = tmp_path / "run.pt"
-    flags = [*FLAGS, "--epochs", "1", "--data-dir", tiny, "--checkpoint", path]
-    if kind == "weights of 02":
-        torch.save(load("02_train_gpu.py").build_model(8).state_dict(), path)
-    elif kind == "no file of torch":
-        path.write_text("notes")
-    else:
-        results(run("07_ddp.py", *flags, *(["--width", "4"] if kind == "another width" else [])))
-    if kind == "truncated":
-        os.truncate(path, path.stat().st_size // 2)
-    content = path.read_bytes()
-    done = run("07_ddp.py", *flags, torchrun=processes(2))
-    assert done.returncode != 0 and "epoch" not in done.stdout
-    assert f"cannot resume from {path}" in done.stderr and "move it away" in done.stderr
-    assert path.read_bytes() == content
+    shutil.copy(short("07_ddp.py")[1].with_name("run.pt"), path)
+    lines = alone(*SHORT, "--checkpoint", path).splitlines()
+    assert len(lines) == 2 and lines[1] == "resumed | 2/2 epochs were done"
 
 
-@pytest.mark.parametrize(
-    "code, words",
-    [
-        ("if rank == 0: script.evaluate = fault", "a fault of rank"),
-        ("if rank == 1: script.train = fault", "a fault of rank"),
-    ],
-)
-def test_fault_on_one_rank_ends_all(code, words, tiny, tmp_path):
-    probe = tmp_path / "faulty.py"
-    probe.write_text(
-        textwrap.dedent(f"""
-        import os, sys
-        sys.path.insert(0, {str(ROOT / "tests")!r})
-        from conftest import load
-        script, rank = load("07_ddp.py"), int(os.environ["RANK"])
-        def fault(*args):
-            raise RuntimeError(f"a fault of rank {{rank}}")
-        {code}
-        script.main()
-        """)
+def test_checkpoint_that_rank_0_refuses_ends_all(tiny, tmp_path):
+    path = tmp_path / "run.pt"
+    path.write_text("notes")
+    flags = [*FLAGS, "--data-dir", tiny, "--checkpoint", path]
+    done = run("07_ddp.py", *flags, torchrun=processes(2), timeout=60)
+    assert done.returncode != 0 and f"cannot resume from {path}" in done.stderr
+
+
+def test_fault_on_another_rank_ends_all(tiny, tmp_path):
+    env = patched(
+        tmp_path,
+        """
+        if os.environ["RANK"] == "1":
+            import torch
+            def fault(*args):
+                raise RuntimeError("a fault of rank 1")
+            torch.nn.Module.train = fault
+        """,
     )
-    start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *processes(2), probe, *FLAGS]
-        + ["--data-dir", tiny],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode != 0 and words in done.stderr
-    assert time.monotonic() - start < 60
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--batch-size", "61"], "--batch-size 61 is not a multiple of 2 processes"),
-        (["--data-dir", "/dev/null"], "four .gz files alone into /dev/null"),
-        (["--checkpoint", "no/run.pt"], "--checkpoint: no file can be written at no/run.pt"),
-    ],
-)
-def test_bad_flags_end_all_ranks(flags, words, tiny, tmp_path):
-    done = run("07_ddp.py", *FLAGS, "--data-dir", tiny, *flags, torchrun=processes(2), cwd=tmp_path)
-    assert done.returncode != 0 and words in done.stderr
-
-
-def test_two_jobs_at_once(tiny):
     flags = [*FLAGS, "--data-dir", tiny]
-    jobs = [
-        subprocess.Popen(
-            command("07_ddp.py", *flags, torchrun=processes(2)),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for _ in range(2)
-    ]
-    assert [job.wait(200) for job in jobs] == [0, 0]
+    done = run("07_ddp.py", *flags, torchrun=processes(2), env=env, timeout=60)
+    assert done.returncode != 0 and "a fault of rank 1" in done.stderr
+
+
+def test_bad_flags(alone, monkeypatch, tiny):
+    flags = [*FLAGS, "--data-dir", tiny]
+    assert "four .gz files alone into /dev/null" in alone(*flags, "--data-dir", "/dev/null")
+    last = alone(*flags, "--checkpoint", "no/run.pt")
+    assert "--checkpoint: no file can be written at no/run.pt" in last
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    last = alone(*flags, "--batch-size", "61")
+    assert last == "--batch-size 61 is not a multiple of 2 processes"
 
 
 def test_local_rank_chooses_the_gpu(monkeypatch):
