@@ -158,6 +158,7 @@ def main():
     # collate_fn=tuple is for InMemory, whose batches come ready made: drop it for other datasets.
     options = {
         "num_workers": args.workers,
+        "timeout": 120 if args.workers else 0,  # seconds; without it, a full /dev/shm is a hang
         "pin_memory": device.type == "cuda",
         "collate_fn": tuple,
     }

@@ -173,15 +173,43 @@ def test_workers_under_every_start_method(tmp_path):
     """Also those of macOS, Windows and newer Pythons: the result is that without workers."""
     text = (ROOT / "02_train_gpu.py").read_text(encoding="utf-8")
 
-    def start(method):
+    def start(method, workers):
         call = f'    __import__("multiprocessing").set_start_method("{method}")\n    main()'
-        path = tmp_path / f"{method}.py"
+        path = tmp_path / f"{method}{workers}.py"
         path.write_text(text.replace("    main()", call), encoding="utf-8")
-        return results(run(path, *QUICK, "--workers", "1", "--data-dir", ROOT / "data"))
+        flags = [*QUICK, "--workers", workers, "--data-dir", ROOT / "data"]
+        return results(run(path, *flags, env={"OMP_NUM_THREADS": "1"}))
 
     with ThreadPool(2) as pool:
-        found = pool.map(start, ["spawn", "forkserver", "fork"])
-    assert found == [results(run("02_train_gpu.py", *QUICK))] * 3
+        kinds = [("spawn", 1), ("forkserver", 1), ("fork", 1), ("fork", 0)]
+        spawned, served, forked, alone = pool.starmap(start, kinds, chunksize=1)
+    assert spawned == served == forked == alone
+
+
+@pytest.mark.skipif(subprocess.call(["unshare", "-m", "true"]) != 0, reason="needs unshare -m")
+def test_workers_without_shared_memory(tmp_path):
+    """torch says in a thread of a worker that /dev/shm is full, and would wait for the batch."""
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+        import torch.utils.data
+        init = torch.utils.data.DataLoader.__init__
+        def sooner(self, *args, timeout, **options):
+            init(self, *args, timeout=timeout / 60, **options)
+        torch.utils.data.DataLoader.__init__ = sooner
+        """)
+    )
+    script = command("02_train_gpu.py", *QUICK, "--limit", "400", "--workers", "1")
+    mount = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, "sh", *script],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
+    )
+    fails(done, "DataLoader timed out after 2.0 seconds")
+    assert "unable to allocate shared memory" in done.stderr
 
 
 def test_ctrl_c_leaves_no_process(tmp_path):
