@@ -227,12 +227,14 @@ def test_killed_ranks_resume(tmp_path):
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
-def test_sigterm_ends_all_and_leaves_a_whole_checkpoint(tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_all_and_leaves_a_whole_checkpoint(sent, tmp_path):
+    """Also Ctrl-C, which reaches torchrun alone: its processes have sessions of their own."""
     flags = ["--device", "cpu", "--limit", "4800", "--batch-size", "60", "--epochs", "50"]
     path = tmp_path / "run.pt"
     process, _ = start(*flags, "--checkpoint", path, torchrun=processes(2), token=str(tmp_path))
     assert sorted(workers(str(tmp_path))) == [0, 1]
-    process.terminate()
+    process.send_signal(sent)
     process.communicate(timeout=60)
     assert process.returncode != 0
     assert workers(str(tmp_path)) == {}
