@@ -7,9 +7,11 @@
 
 Small models gain nothing: every step sums all gradients over all processes. --batch-size is shared
 out, so that any number of processes trains the model that one trains; raise it to give each GPU
-more to do. --checkpoint is written after every epoch. For torchrun --max-restarts, which starts all
-processes again when one dies, also set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it they may
-look for dead ones (https://github.com/pytorch/pytorch/issues/135712).
+more to do. Batch norm would see a share only: convert it with nn.SyncBatchNorm. --checkpoint is
+written after every epoch, without the state of random numbers that dropout would need to go on
+exactly. For torchrun --max-restarts, which starts all processes again when one dies, also set
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it they may look for dead ones and hang
+(https://github.com/pytorch/pytorch/issues/135712).
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -65,9 +67,7 @@ def parse_args():
     parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=output_path, help="file for the trained weights")
-    parser.add_argument(
-        "--checkpoint", type=output_path, help="resume from it, write it every epoch"
-    )
+    parser.add_argument("--checkpoint", type=output_path, help="written every epoch, resumed from")
     return parser.parse_args()
 
 
@@ -164,7 +164,8 @@ def resume(path, settings, parts):
         try:
             states = [torch.load(path, map_location="cpu", weights_only=True)]
             if states[0]["settings"] != settings:
-                raise ValueError(f"it was made with {states[0]['settings']}")
+                other = dict(states[0]["settings"].items() - settings.items())
+                raise ValueError(f"it was made with {other}")
         except Exception as error:
             message = f"cannot resume from {path}: {error!r}; move it away or name another file"
             raise SystemExit(message) from error

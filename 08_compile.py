@@ -176,7 +176,8 @@ def main():
     print(f"{header} | batch {args.batch_size} | width {args.width}", flush=True)
     print("compiling in the first step", flush=True)
     start = time.perf_counter()
-    inputs, targets = (tensor.to(device) for tensor in train_set[: args.batch_size])
+    batch = torch.utils.data.default_collate([train_set[index] for index in range(args.batch_size)])
+    inputs, targets = (tensor.to(device) for tensor in batch)
     try:
         loss = cross_entropy(compiled_model(inputs), targets)
     except Exception as error:

@@ -289,6 +289,7 @@ def test_foreign_checkpoint(kind, short, alone, tmp_path):
     width = "4" if kind == "another width" else "8"
     last = alone(*SHORT, "--width", width, "--checkpoint", path)
     assert f"cannot resume from {path}" in last and "move it away" in last
+    assert ("it was made with {'width': 8}" in last) == (kind == "another width")
     assert path.read_bytes() == contents[kind]
 
 

@@ -1,17 +1,20 @@
 """Bad input ends non-zero with a last line that names cause and remedy; what was saved stays."""
 
 import gzip
+import http.server
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from multiprocessing.pool import ThreadPool
 
 import pytest
 from conftest import ROOT, command, fails, load, results, run
+from torchvision import datasets
 
 RAW = ROOT / "data" / "MNIST" / "raw"
 QUICK = ["--device", "cpu", "--limit", "200", "--epochs", "1", "--batch-size", "50"]
@@ -90,6 +93,32 @@ def test_no_data_and_no_network(script, monkeypatch, capsys, tmp_path):
     offline(monkeypatch)
     last = refusal(script, ["--data-dir", tmp_path, "--device", "cpu"], monkeypatch, capsys)
     assert last.startswith("cannot load MNIST") and "Connection refused" in last
+    assert last.endswith(f"put its four .gz files alone into {tmp_path / 'MNIST' / 'raw'}")
+    assert [path.name for path in tmp_path.rglob("*")] == ["MNIST", "raw"]
+
+
+@pytest.mark.parametrize("status, words", [(403, "Forbidden"), (503, "Unavailable"), (200, "not")])
+def test_mirror_that_refuses(status, words, monkeypatch, capsys, tmp_path):
+    """Or that answers every request with a page to log in."""
+
+    class Mirror(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b"<!DOCTYPE html><p>log in")
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mirror) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        mirrors = [f"http://127.0.0.1:{server.server_port}/"]
+        monkeypatch.setattr(datasets.MNIST, "mirrors", mirrors)
+        last = refusal("02_train_gpu.py", ["--data-dir", tmp_path], monkeypatch, capsys)
+        server.shutdown()
+    assert words in last and last.startswith("cannot load MNIST")
     assert last.endswith(f"put its four .gz files alone into {tmp_path / 'MNIST' / 'raw'}")
     assert [path.name for path in tmp_path.rglob("*")] == ["MNIST", "raw"]
 

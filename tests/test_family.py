@@ -161,10 +161,10 @@ DIFFERENCES = {
         (
             'parser.add_argument("--save", type=output_path, help="file for the trained weights")',
             [],
-            3,
+            1,
         ),
         ("optimizer.zero_grad()", ["    return total_loss.item() / len(loader)"], 2),
-        ("os.replace(Path(folder, path.name), path)", [], 17),
+        ("os.replace(Path(folder, path.name), path)", [], 18),
         ("device = args.device", [], 15),
         ("torch.manual_seed(args.seed)", [], 5),
         ("test_set = load_data(args.data_dir, train=False, limit=args.limit)", [], 2),
@@ -217,7 +217,7 @@ DIFFERENCES = {
             1,
         ),
         ("model = build_model(args.width).to(device, memory_format=torch.channels_last)", [], 1),
-        ('print(f"{header} | batch {args.batch_size} | width {args.width}", flush=True)', [], 11),
+        ('print(f"{header} | batch {args.batch_size} | width {args.width}", flush=True)', [], 12),
         (
             "start = time.perf_counter()",
             ["        loss = train(model, train_loader, optimizer, scheduler, device)"],
