@@ -50,7 +50,7 @@ def load_data(data_dir, train, limit):
         inputs = (mnist.data[:limit, None] / 255 - 0.1307) / 0.3081
         return InMemory(inputs, mnist.targets[:limit])
     except Exception as error:
-        message = f"cannot load MNIST: {error!r}; put its four .gz files alone into {raw}"
+        message = f"cannot load MNIST: {error!r}; put only its four .gz files in a writable {raw}"
         raise SystemExit(message) from error
 
 
@@ -179,7 +179,7 @@ def train_on_device(device, data_dir):
 def main():
     device = "mps" if torch.backends.mps.is_available() else "cpu"
     device = "cuda" if torch.cuda.is_available() else device
-    data_dir = Path(__file__).with_name("data")
+    data_dir = Path(__file__).resolve().with_name("data")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, default=data_dir, help="holds MNIST/raw")
     parser.add_argument("--device", type=torch.device, default=device, help="cuda:1, mps, cpu, ...")

@@ -38,8 +38,9 @@ def positive_int(text):
 
 
 def output_path(text):
-    path = Path(text)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    path = Path(text).resolve()
+    usable = path.is_file() or not path.exists()
+    if not (usable and path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise argparse.ArgumentTypeError(f"no file can be written at {text}")
     return path
 
@@ -47,7 +48,7 @@ def output_path(text):
 def parse_args():
     device = "mps" if torch.backends.mps.is_available() else "cpu"
     device = "cuda" if torch.cuda.is_available() else device
-    data_dir = Path(__file__).with_name("data")
+    data_dir = Path(__file__).resolve().with_name("data")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, default=data_dir, help="holds MNIST/raw")
     parser.add_argument("--device", type=torch.device, default=device, help="cuda:1, mps, cpu, ...")
@@ -85,7 +86,7 @@ def load_data(data_dir, train, limit):
         inputs = (mnist.data[:limit, None] / 255 - 0.1307) / 0.3081
         return InMemory(inputs, mnist.targets[:limit])
     except Exception as error:
-        message = f"cannot load MNIST: {error!r}; put its four .gz files alone into {raw}"
+        message = f"cannot load MNIST: {error!r}; put only its four .gz files in a writable {raw}"
         raise SystemExit(message) from error
 
 
@@ -140,8 +141,8 @@ def save(state, path):
     Any device loads it: torch.load(path, map_location=device, weights_only=True).
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        torch.save(state, Path(folder, path.name))
-        os.replace(Path(folder, path.name), path)
+        torch.save(state, Path(folder, "new"))
+        os.replace(Path(folder, "new"), path)
 
 
 def main():
@@ -168,7 +169,8 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
     # Up to the peak in a fifth of all updates, then down to zero, both in straight lines.
     shape = {"pct_start": 0.2, "anneal_strategy": "linear", "cycle_momentum": False}
-    scheduler = OneCycleLR(optimizer, args.lr, total_steps=args.epochs * steps, **shape)
+    total_steps = max(6, args.epochs * steps)  # with 5, OneCycleLR divides by zero
+    scheduler = OneCycleLR(optimizer, args.lr, total_steps=total_steps, **shape)
 
     header = f"{device} | torch {torch.__version__} | {len(train_set):,} images"
     print(f"{header} | batch {args.batch_size} | width {args.width}", flush=True)

@@ -13,6 +13,7 @@ import time
 from multiprocessing.pool import ThreadPool
 
 import pytest
+import torch
 from conftest import ROOT, command, fails, load, results, run
 from torchvision import datasets
 
@@ -49,6 +50,8 @@ def refusal(script, flags, monkeypatch, capsys):
         ("02_train_gpu.py", ["--device", "gpu"], ["device", "gpu"]),
         ("02_train_gpu.py", ["--save", "."], ["--save", "no file can be written"]),
         ("02_train_gpu.py", ["--save", "no/model.pt"], ["--save", "no/model.pt"]),
+        ("02_train_gpu.py", ["--save", f"{__file__}/model.pt"], ["--save", "no file can be"]),
+        ("02_train_gpu.py", ["--save", os.devnull], ["--save", "no file can be written"]),
         ("03_memory.py", ["--segments", "10"], ["--segments", "invalid choice"]),
         ("04_grad_accum.py", ["--accum", "0"], ["--accum", "'0'"]),
         ("05_amp.py", ["--dtype", "float8"], ["--dtype", "invalid choice"]),
@@ -84,6 +87,7 @@ def copy_archives(folder):
 
 
 def offline(monkeypatch):
+    monkeypatch.setattr("urllib.request._opener", None)  # it keeps the proxies of its first use
     for name in "http_proxy", "https_proxy":
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens
 
@@ -93,7 +97,7 @@ def test_no_data_and_no_network(script, monkeypatch, capsys, tmp_path):
     offline(monkeypatch)
     last = refusal(script, ["--data-dir", tmp_path, "--device", "cpu"], monkeypatch, capsys)
     assert last.startswith("cannot load MNIST") and "Connection refused" in last
-    assert last.endswith(f"put its four .gz files alone into {tmp_path / 'MNIST' / 'raw'}")
+    assert last.endswith(f"put only its four .gz files in a writable {tmp_path / 'MNIST' / 'raw'}")
     assert [path.name for path in tmp_path.rglob("*")] == ["MNIST", "raw"]
 
 
@@ -116,10 +120,12 @@ def test_mirror_that_refuses(status, words, monkeypatch, capsys, tmp_path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         mirrors = [f"http://127.0.0.1:{server.server_port}/"]
         monkeypatch.setattr(datasets.MNIST, "mirrors", mirrors)
+        monkeypatch.setattr("urllib.request._opener", None)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
         last = refusal("02_train_gpu.py", ["--data-dir", tmp_path], monkeypatch, capsys)
         server.shutdown()
     assert words in last and last.startswith("cannot load MNIST")
-    assert last.endswith(f"put its four .gz files alone into {tmp_path / 'MNIST' / 'raw'}")
+    assert last.endswith(f"put only its four .gz files in a writable {tmp_path / 'MNIST' / 'raw'}")
     assert [path.name for path in tmp_path.rglob("*")] == ["MNIST", "raw"]
 
 
@@ -136,7 +142,7 @@ def test_damaged_file(name, content, monkeypatch, capsys, tmp_path):
     offline(monkeypatch)
     flags = [*QUICK, "--data-dir", tmp_path]
     last = refusal("02_train_gpu.py", flags, monkeypatch, capsys)
-    assert last.startswith("cannot load MNIST") and "four .gz files alone into" in last
+    assert last.startswith("cannot load MNIST") and "four .gz files in" in last
     assert (raw / name).read_bytes() == content
 
 
@@ -239,6 +245,34 @@ def test_workers_without_shared_memory(tmp_path):
     )
     fails(done, "DataLoader timed out after 2.0 seconds")
     assert "unable to allocate shared memory" in done.stderr
+
+
+def test_started_through_links(tmp_path):
+    """The script finds its data beside the true file; the weights go into the true file, of any name."""
+    (tmp_path / "02.py").symlink_to(ROOT / "02_train_gpu.py")
+    (tmp_path / "link.pt").symlink_to(".pt")
+    results(run(tmp_path / "02.py", *QUICK, "--save", "link.pt", cwd=tmp_path))
+    assert (tmp_path / "link.pt").is_symlink()
+    assert torch.load(tmp_path / ".pt", weights_only=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"02.py", "link.pt", ".pt"}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6])
+def test_any_number_of_updates(steps, monkeypatch, capsys):
+    flags = [*QUICK, "--limit", str(10 * steps), "--batch-size", "10"]
+    monkeypatch.setattr(sys, "argv", ["02_train_gpu.py", *flags])
+    load("02_train_gpu.py").main()
+    assert "epoch 1/1" in capsys.readouterr().out
+
+
+def test_trace_that_cannot_be_written(tmp_path):
+    """The profiler only logs that; the older trace stays."""
+    (tmp_path / "trace.json").write_text("older")
+    (tmp_path / "new-trace.json" / "full").mkdir(parents=True)
+    done = run("09_profile.py", *QUICK, "--batch-size", "10", cwd=tmp_path)
+    assert done.returncode != 0 and "new-trace.json" in done.stderr.splitlines()[-1]
+    assert "trace |" not in done.stdout
+    assert (tmp_path / "trace.json").read_text() == "older"
 
 
 def test_ctrl_c_leaves_no_process(tmp_path):

@@ -75,7 +75,7 @@ DIFFERENCES = {
         ),
         (")", ["def train(model, loader, optimizer, scheduler, device):"], 1),
         ("targets = targets.to(device, non_blocking=True)", ["        logits = model(inputs)"], 1),
-        ("os.replace(Path(folder, path.name), path)", [], 36),
+        ('os.replace(Path(folder, "new"), path)', [], 36),
         (
             "start = time.perf_counter()",
             ["        loss = train(model, train_loader, optimizer, scheduler, device)"],
@@ -135,11 +135,7 @@ DIFFERENCES = {
             ["        optimizer.step()", "        scheduler.step()"],
             4,
         ),
-        (
-            "scheduler = OneCycleLR(optimizer, args.lr, total_steps=args.epochs * steps, **shape)",
-            [],
-            5,
-        ),
+        ("scheduler = OneCycleLR(optimizer, args.lr, total_steps=total_steps, **shape)", [], 5),
         (
             "start = time.perf_counter()",
             ["        loss = train(model, train_loader, optimizer, scheduler, device)"],
@@ -164,7 +160,7 @@ DIFFERENCES = {
             1,
         ),
         ("optimizer.zero_grad()", ["    return total_loss.item() / len(loader)"], 2),
-        ("os.replace(Path(folder, path.name), path)", [], 18),
+        ('os.replace(Path(folder, "new"), path)', [], 18),
         ("device = args.device", [], 15),
         ("torch.manual_seed(args.seed)", [], 5),
         ("test_set = load_data(args.data_dir, train=False, limit=args.limit)", [], 2),
@@ -177,11 +173,7 @@ DIFFERENCES = {
             6,
         ),
         ("model = build_model(args.width).to(device, memory_format=torch.channels_last)", [], 1),
-        (
-            "scheduler = OneCycleLR(optimizer, args.lr, total_steps=args.epochs * steps, **shape)",
-            [],
-            4,
-        ),
+        ("scheduler = OneCycleLR(optimizer, args.lr, total_steps=total_steps, **shape)", [], 4),
         (
             'header = f"{device} | torch {torch.__version__} | {len(train_set):,} images"',
             [
@@ -255,17 +247,13 @@ DIFFERENCES = {
             8,
         ),
         ('sys.exit("too few images for one batch: lower --batch-size or raise --limit")', [], 2),
-        ('print(f"{header} | batch {args.batch_size} | width {args.width}", flush=True)', [], 5),
+        ('print(f"{header} | batch {args.batch_size} | width {args.width}", flush=True)', [], 6),
         (
             "start = time.perf_counter()",
             ["        loss = train(model, train_loader, optimizer, scheduler, device)"],
             1,
         ),
-        (
-            'print(f"{result} | {speed:,.0f} images/s | gpu memory {memory:.0f} MiB", flush=True)',
-            [],
-            4,
-        ),
+        ("save(model.state_dict(), args.save)", [], 5),
     ],
 }
 
