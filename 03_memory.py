@@ -1,13 +1,13 @@
-"""GPU memory: what one update keeps where, and activation checkpointing to keep less of it.
+"""GPU memory: what takes it, and activation checkpointing to lower the peak of a step.
 
-    python 03_memory.py --segments 2
-    diff 02_train_gpu.py 03_memory.py
+    python 03_memory.py --segments 3
+    git diff --no-index -w 02_train_gpu.py 03_memory.py
 
-Checkpointing costs a second forward pass and saves activations only; with a small model or batch,
-parameters and optimizer state matter more. The model is cut into segments, of which only the inputs
-are kept, and the last, which is kept whole: more segments are not always better, so look at the
-report. The results are those of 02. Out of memory for other reasons: total_loss += loss without
-detach() keeps every step's graph, and evaluation without inference_mode() keeps activations.
+It pays in deep models: this one has two convolutions, and saves a fifth. It costs another forward
+pass, and saves activations only; parameters, gradients and optimizer state stay. The model is cut
+into segments, of which only the inputs are kept; all but the last are computed anew in the backward
+pass. More segments are not always better: measure the peak. A model that is no nn.Sequential calls
+checkpoint(block, x, use_reentrant=False) of torch.utils.checkpoint in its forward instead.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -18,9 +18,6 @@ detach() keeps every step's graph, and evaluation without inference_mode() keeps
 
 import argparse
 import os
-import shutil
-import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -33,72 +30,58 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision import datasets
 
 
-def positive_int(text):
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
-def output_path(text):
-    path = Path(text).resolve()
-    usable = path.is_file() or not path.exists()
-    if not (usable and path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise argparse.ArgumentTypeError(f"no file can be written at {text}")
-    return path
-
-
 def parse_args():
-    device = "mps" if torch.backends.mps.is_available() else "cpu"
-    device = "cuda" if torch.cuda.is_available() else device
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     data_dir = Path(__file__).resolve().with_name("data")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, default=data_dir, help="holds MNIST/raw")
-    parser.add_argument("--device", type=torch.device, default=device, help="cuda:1, mps, cpu, ...")
-    parser.add_argument("--epochs", type=positive_int, default=2)
-    parser.add_argument("--batch-size", type=positive_int, default=480, help="images per update")
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=formatter)
+    parser.add_argument("--data-dir", default=data_dir, help="holds MNIST/raw, or will")
+    parser.add_argument("--device", choices=["cuda", "cpu", "mps"], default=device, help="mps: Mac")
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the training set")
+    parser.add_argument("--batch-size", type=int, default=480, help="images per update")
     parser.add_argument("--lr", type=float, default=0.015, help="the peak of the schedule")
-    parser.add_argument("--width", type=positive_int, default=8, help="channels, first layer")
-    parser.add_argument("--limit", type=positive_int, help="only the first N images of each set")
+    parser.add_argument("--width", type=int, help="channels, layer 1; None: 256 on cuda, else 8")
+    parser.add_argument("--limit", type=int, help="only the first N images of each set")
     parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=output_path, help="file for the trained weights")
-    parser.add_argument("--segments", type=int, choices=range(1, 10), default=2, help="1: keep all")
-    return parser.parse_args()
+    parser.add_argument("--seed", type=int, default=0, help="of weights and shuffling")
+    parser.add_argument("--save", help="file for the trained weights")
+    parser.add_argument("--segments", type=int, choices=range(1, 10), default=3, help="1: as 02")
+    args = parser.parse_args()
+    if args.width is None:
+        args.width = 256 if args.device == "cuda" else 8
+    return args
 
 
+# All that is MNIST, to be replaced by your data and model: from here to the end of build_model.
 class InMemory(TensorDataset):
-    """Hands a DataLoader whole batches: one gather instead of batch_size Python calls."""
+    """Fetches a batch at once, not image by image; for other datasets, drop collate_fn=tuple."""
 
     def __getitems__(self, indices):
-        indices = torch.tensor(indices)
-        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
+        return tuple(tensor.index_select(0, torch.tensor(indices)) for tensor in self.tensors)
 
 
-def load_data(data_dir, train, limit):
-    """MNIST, decoded and normalised once: inputs float32 [N, 1, 28, 28], targets int64 [N]."""
-    raw = data_dir / "MNIST" / "raw"
-    try:
-        if not all((raw / name[:-3]).exists() for name, _ in datasets.MNIST.resources):
-            raw.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=data_dir) as folder:
-                shutil.copytree(raw, Path(folder, "MNIST", "raw"))
-                datasets.MNIST(folder, download=True)
-                for path in Path(folder, "MNIST", "raw").iterdir():
-                    path.replace(raw / path.name)  # at once: no other run sees half a file
-        mnist = datasets.MNIST(data_dir, train)
-        inputs = (mnist.data[:limit, None] / 255 - 0.1307) / 0.3081
-        return InMemory(inputs, mnist.targets[:limit])
-    except Exception as error:
-        message = f"cannot load MNIST: {error!r}; put only its four .gz files in a writable {raw}"
-        raise SystemExit(message) from error
+def load_data(args):
+    """Two DataLoaders: inputs float32 [B, 1, 28, 28], mean 0, deviation 1; targets int64 [B]."""
+    sets = []
+    for is_train in True, False:
+        mnist = datasets.MNIST(args.data_dir, is_train, download=True)  # unless it is there
+        images = mnist.data[: args.limit, None].float().div_(255).sub_(0.1307).div_(0.3081)
+        sets.append(InMemory(images, mnist.targets[: args.limit]))
+    train_set, test_set = sets
+    shared = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
+    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True, **shared)
+    test_loader = DataLoader(test_set, args.batch_size, **shared)
+    if len(train_loader) == 0:
+        raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
+    return train_loader, test_loader
 
 
 def build_model(width):
     return nn.Sequential(
-        nn.Conv2d(1, width, kernel_size=5, stride=2),
+        nn.Conv2d(1, width, kernel_size=5, stride=2),  # 28 x 28 to 12 x 12
         nn.ReLU(),
-        nn.Conv2d(width, 2 * width, kernel_size=3),
-        nn.MaxPool2d(2),
+        nn.Conv2d(width, 2 * width, kernel_size=3),  # to 10 x 10
+        nn.MaxPool2d(2),  # to 5 x 5
         nn.ReLU(),
         nn.Flatten(),
         nn.Linear(2 * width * 5 * 5, 256),
@@ -108,19 +91,19 @@ def build_model(width):
 
 
 def train(model, loader, optimizer, scheduler, device, segments):
-    """Train for one epoch and return the mean loss."""
+    """Train for one epoch and return the mean loss: its .item() waits until the GPU is done."""
     model.train()
     total_loss = torch.zeros((), device=device)
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=True)
-        targets = targets.to(device, non_blocking=True)
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # pinned: does not wait
+        targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)
         loss = cross_entropy(logits, targets)
-        total_loss += loss.detach()  # .item() would wait for the device at every step
+        total_loss += loss.detach()  # without its graph; .item() would wait every time
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
-        scheduler.step()
+        scheduler.step()  # once a batch, not once an epoch
         optimizer.zero_grad()
     return total_loss.item() / len(loader)
 
@@ -131,106 +114,69 @@ def evaluate(model, loader, device):
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=True)
-        targets = targets.to(device, non_blocking=True)
-        logits = model(inputs)
-        correct += (logits.argmax(dim=1) == targets).sum()
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)
+        targets = targets.to(device, non_blocking=loader.pin_memory)
+        correct += (model(inputs).argmax(dim=1) == targets).sum()
     return correct.item()
 
 
 def save(state, path):
-    """Write aside, then rename, so that a kill or a full disk leaves an older file whole.
-
-    Any device loads it: torch.load(path, map_location=device, weights_only=True).
-    """
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        torch.save(state, Path(folder, "new"))
-        os.replace(Path(folder, "new"), path)
-
-
-def saved_bytes(model, segments, inputs, targets):
-    """Run forward and backward; return the bytes kept from one to the other, without parameters."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    saved = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage  # once, however many tensors share it
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)
-        loss = cross_entropy(logits, targets)
-    loss.backward()
-    return sum(storage.nbytes() for storage in saved.values())
-
-
-def report(model, optimizer, segments, inputs, targets):
-    """Print what takes the memory of an update; call it when the optimizer has made a step."""
-    activations = saved_bytes(model, 1, inputs, targets)
-    optimizer.zero_grad()
-    checkpointed = saved_bytes(model, segments, inputs, targets)
-    state = [tensor for state in optimizer.state.values() for tensor in state.values()]
-    for name, size in {
-        "parameters": sum(parameter.nbytes for parameter in model.parameters()),
-        "gradients": sum(parameter.grad.nbytes for parameter in model.parameters()),
-        "optimizer state": sum(tensor.nbytes for tensor in state),
-        "activations": activations,
-        f"activations, {segments} segments": checkpointed,
-    }.items():
-        print(f"{name:25} | {size:15,} bytes")
-    optimizer.zero_grad()
-    if inputs.is_cuda:
-        print(torch.cuda.memory_summary(inputs.device, abbreviated=True))
-        for moment in "before", "after":
-            allocated = torch.cuda.memory_allocated(inputs.device)
-            reserved = torch.cuda.memory_reserved(inputs.device)
-            print(f"{moment} empty_cache | allocated {allocated:,} | reserved {reserved:,} bytes")
-            torch.cuda.empty_cache()
+    """Write aside, then rename: a kill or a full disk leaves an older file whole."""
+    torch.save(state, f"{path}.new")
+    os.replace(f"{path}.new", path)
 
 
 def main():
     args = parse_args()
-    device = args.device
-
+    device = torch.device(args.device)
     torch.manual_seed(args.seed)
-    train_set = load_data(args.data_dir, train=True, limit=args.limit)
-    test_set = load_data(args.data_dir, train=False, limit=args.limit)
-    steps = len(train_set) // args.batch_size
-    if steps == 0:
-        sys.exit("too few images for one batch: lower --batch-size or raise --limit")
-    # collate_fn=tuple is for InMemory, whose batches come ready made: drop it for other datasets.
-    options = {
-        "num_workers": args.workers,
-        "timeout": 120 if args.workers else 0,  # seconds; without it, a full /dev/shm is a hang
-        "pin_memory": device.type == "cuda",
-        "collate_fn": tuple,
-    }
-    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True, **options)
-    test_loader = DataLoader(test_set, args.batch_size, **options)
-    model = build_model(args.width).to(device, memory_format=torch.channels_last)
 
+    train_loader, test_loader = load_data(args)
+    # Convolutions are fastest with the channels last in memory, but not right in all MPS versions.
+    layout = torch.contiguous_format if args.device == "mps" else torch.channels_last
+    model = build_model(args.width).to(device, memory_format=layout)
+
+    # So few updates need a shorter memory than that of Adam's own betas, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    # Up to the peak in a fifth of all updates, then down to zero, both in straight lines.
-    shape = {"pct_start": 0.2, "anneal_strategy": "linear", "cycle_momentum": False}
-    total_steps = max(6, args.epochs * steps)  # with 5, OneCycleLR divides by zero
-    scheduler = OneCycleLR(optimizer, args.lr, total_steps=total_steps, **shape)
+    total_steps = args.epochs * len(train_loader)
+    scheduler = OneCycleLR(optimizer, args.lr, total_steps=total_steps, cycle_momentum=False)
 
-    header = f"{device} | torch {torch.__version__} | {len(train_set):,} images"
-    print(f"{header} | batch {args.batch_size} | width {args.width}", flush=True)
+    header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
+    header += f" | batch {args.batch_size} | width {args.width}"
+    header += f" | {args.segments} segments"
+    print(header, flush=True)
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
         loss = train(model, train_loader, optimizer, scheduler, device, args.segments)
-        speed = steps * args.batch_size / (time.perf_counter() - start)
-        accuracy = evaluate(model, test_loader, device) / len(test_set)
-        memory = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else 0
+        speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
+        accuracy = evaluate(model, test_loader, device) / len(test_loader.dataset)
         result = f"epoch {epoch}/{args.epochs} | loss {loss:.4f} | accuracy {accuracy:.2%}"
-        print(f"{result} | {speed:,.0f} images/s | gpu memory {memory:.0f} MiB", flush=True)
-    inputs, targets = next(iter(train_loader))
-    report(model, optimizer, args.segments, inputs.to(device), targets.to(device))
-    if args.save:
-        save(model.state_dict(), args.save)
+        result += f" | {speed:,.0f} images/s"
+        if args.device == "cuda":
+            result += f" | gpu memory {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB"
+        if args.save:
+            save(model.state_dict(), args.save)
+        print(result, flush=True)
+
+    state = [tensor for states in optimizer.state.values() for tensor in states.values()]
+    sizes = [sum(each.nbytes for each in group) for group in (model.parameters(), state)]
+    print("parameters and gradients, {:,} bytes each | optimizer state, {:,} bytes".format(*sizes))
+    if args.device == "cuda":
+        inputs, targets = (tensor.to(device) for tensor in next(iter(train_loader)))
+        for segments in 1, args.segments:  # 1: without checkpointing
+            torch.cuda.reset_peak_memory_stats()
+            logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)
+            cross_entropy(logits, targets).backward()
+            print(
+                f"peak of a step, {segments} segments | {torch.cuda.max_memory_allocated():,} bytes"
+            )
+            optimizer.zero_grad()
+        for moment in "before", "after":  # freed memory stays reserved for PyTorch until then
+            sizes = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            print("{} empty_cache | allocated {:,} | reserved {:,} bytes".format(moment, *sizes))
+            torch.cuda.empty_cache()
+    else:
+        print("peak of a step | only a CUDA device counts it: see README.md for a CPU's")
 
 
 if __name__ == "__main__":
