@@ -16,10 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 FAMILY = sorted(path.name for path in ROOT.glob("0[2-9]_*.py"))
 SHORT = ["--device", "cpu", "--limit", "2000", "--epochs", "2", "--batch-size", "96"]
 IN_PAIRS = {"OMP_NUM_THREADS": "1", "TORCH_LOGS": "recompiles,graph_breaks"}
-HEADER = re.compile(r"(\S+) \| torch (\S+) \| ([\d,]+) images \| batch (\d+) \| width (\d+)")
+HEADER = re.compile(
+    r"(\S+) \| torch (\S+) \| ([\d,]+) images \| batch (\d+) \| width (\d+)(?: \| (.*))?"
+)
 EPOCH = re.compile(
     r"epoch (\d+)/(\d+) \| loss (\d+\.\d{4}) \| accuracy (\d+\.\d\d)% \| ([\d,]+) images/s"
-    r" \| gpu memory (\d+) MiB"
+    r"(?: \| gpu memory (\d+) MiB)?"
 )
 
 
