@@ -3,8 +3,8 @@
     python 01_device_basics.py
     python 01_device_basics.py --device cpu
 
-Read it from top to bottom; each part prints what it shows. Whether a GPU helps depends on the size
-of the work: it is slower than a CPU at small things, and copies to it cost time.
+Read it from top to bottom; each part prints what it shows. A GPU pays where the work on it is large:
+every call has a cost whatever its size, and so has every copy. The last lines compare the two.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -14,71 +14,34 @@ of the work: it is slower than a CPU at small things, and copies to it cost time
 # ///
 
 import argparse
-import shutil
 import statistics
-import tempfile
 import time
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
 from torchvision import datasets
 
 
-class InMemory(TensorDataset):
-    """Hands a DataLoader whole batches: one gather instead of batch_size Python calls."""
-
-    def __getitems__(self, indices):
-        indices = torch.tensor(indices)
-        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
-
-
-def load_data(data_dir, train, limit):
-    """MNIST, decoded and normalised once: inputs float32 [N, 1, 28, 28], targets int64 [N]."""
-    raw = data_dir / "MNIST" / "raw"
-    try:
-        if not all((raw / name[:-3]).exists() for name, _ in datasets.MNIST.resources):
-            raw.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=data_dir) as folder:
-                shutil.copytree(raw, Path(folder, "MNIST", "raw"))
-                datasets.MNIST(folder, download=True)
-                for path in Path(folder, "MNIST", "raw").iterdir():
-                    path.replace(raw / path.name)  # at once: no other run sees half a file
-        mnist = datasets.MNIST(data_dir, train)
-        inputs = (mnist.data[:limit, None] / 255 - 0.1307) / 0.3081
-        return InMemory(inputs, mnist.targets[:limit])
-    except Exception as error:
-        message = f"cannot load MNIST: {error!r}; put only its four .gz files in a writable {raw}"
-        raise SystemExit(message) from error
-
-
 def show_devices():
-    """Which devices this machine has, and what they can do."""
-    print(
-        f"torch {torch.__version__} | built for CUDA {torch.version.cuda}"
-        f" | {torch.get_num_threads()} CPU threads"
-    )
+    """Which devices this machine has. torch calls AMD's GPUs cuda, too: they are built for HIP."""
+    built = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    print(f"torch {torch.__version__} | {built} | {torch.get_num_threads()} CPU threads")
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        print(
-            f"cuda:{index} | {gpu.name} | {gpu.total_memory / 2**30:.0f} GiB"
-            f" | capability {gpu.major}.{gpu.minor} | bfloat16 in hardware: {gpu.major >= 8}"
-        )
+        size = f"{gpu.total_memory / 2**30:.0f} GiB"
+        print(f"cuda:{index} | {gpu.name} | {size} | capability {gpu.major}.{gpu.minor}")
     print(f"mps | available: {torch.backends.mps.is_available()}")
 
 
 def move_tensors(device):
-    """Tensors stay where they are made; .to() copies them, unless they are there already."""
+    """A tensor stays where it was made: .to() returns a copy, or itself where it is there already."""
     here = torch.arange(3.0)
     there = here.to(device)
     made = torch.zeros(3, device=device)  # no copy: better than torch.zeros(3).to(device)
-    there += 1
     print(f"made on {here.device}, copied to {there.device}, made on {made.device}")
-    print(
-        f"changing the copy changes the original: {here[0].item() == 1} (only if .to() had no work)"
-    )
+    print(f"the copy is the original: {there is here} (True only where nothing had to move)")
 
     # A model moves in place, so that .to() needs no assignment; a tensor's .to() does.
     model = nn.Linear(3, 2)
@@ -91,12 +54,11 @@ def move_tensors(device):
 
 
 def mix_devices(device):
-    """The commonest error: two devices in one operation (for a CPU, "meta" plays the other)."""
-    other = torch.device("meta" if device.type == "cpu" else "cpu")
+    """The commonest error. On a GPU it begins: Expected all tensors to be on the same device, but"""
+    other = torch.device("meta" if device.type == "cpu" else "cpu")  # meta plays a second device
     model = nn.Linear(3, 2, device=device)
-    inputs = torch.ones(1, 3, device=other)
     try:
-        model(inputs)
+        model(torch.ones(1, 3, device=other))
     except RuntimeError as error:
         print(f"RuntimeError: {error}")
     inputs = torch.ones(1, 3, device=model.weight.device)
@@ -106,14 +68,14 @@ def mix_devices(device):
 def synchronize(device):
     """Wait until the device has done what was asked of it; a CPU has when the call returns."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize()
     elif device.type == "mps":
         torch.mps.synchronize()
 
 
 def milliseconds(device, work, *args):
     """Median time of work(*args), warmed up, each from an idle device to an idle device."""
-    work(*args)
+    work(*args)  # the first call also starts libraries: never time it
     times = []
     for _ in range(10):
         synchronize(device)
@@ -127,27 +89,17 @@ def milliseconds(device, work, *args):
 def time_work(device):
     """A GPU call returns when the work is queued, not when it is done."""
     a = torch.randn(1024, 1024, device=device)
-    a @ a  # the first call also starts libraries: never time it
-    synchronize(device)
+    right = milliseconds(device, torch.mm, a, a)
     start = time.perf_counter()
-    a @ a
-    launched = 1000 * (time.perf_counter() - start)
-    synchronize(device)
-    done = 1000 * (time.perf_counter() - start)
-    print(f"1024 x 1024 product | wrong clock {launched:.3f} ms | with synchronize {done:.3f} ms")
-
-    for size in 64, 256, 1024:
-        on_cpu = torch.randn(size, size)
-        on_device = on_cpu.to(device)
-        cpu_time = milliseconds(torch.device("cpu"), torch.mm, on_cpu, on_cpu)
-        device_time = milliseconds(device, torch.mm, on_device, on_device)
-        print(f"{size} x {size} product | cpu {cpu_time:.3f} ms | {device} {device_time:.3f} ms")
+    torch.mm(a, a)
+    wrong = 1000 * (time.perf_counter() - start)
+    print(f"1024 x 1024 product | with synchronize {right:.3f} ms | without {wrong:.3f} ms")
 
 
 def copy_to_device(device):
     """Only from pinned memory can a copy run while Python, and the GPU, do something else."""
     if device.type != "cuda":
-        print(f"pinned memory speeds up copies to CUDA GPUs only: nothing to show on {device}")
+        print(f"pinned memory is for copies to CUDA devices: nothing to show on {device}")
         return
     pageable = torch.ones(64, 2**20)
     pinned = pageable.pin_memory()
@@ -156,41 +108,55 @@ def copy_to_device(device):
     start = time.perf_counter()
     copy = pinned.to(device, non_blocking=True)
     launched = 1000 * (time.perf_counter() - start)
-    total = copy.sum().item()  # safe: the device works in order; reading `pinned` anew would not be
+    total = copy.sum().item()  # safe: the device works in order; writing to `pinned` would not be
     print(f"pinned, non_blocking | returned after {launched:.3f} ms | sum {total:.0f}")
 
 
-def train_on_device(device, data_dir):
-    """The three changes that put training on a device."""
-    inputs, targets = load_data(data_dir, train=True, limit=1000).tensors
+def train_on(device, images, targets):
+    """One training step, timed: the three changes that put training on a device."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 10))
     model.to(device)  # 1. the model, before the optimizer is made
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step in range(20):
-        inputs, targets = inputs.to(device), targets.to(device)  # 2. every batch
-        loss = cross_entropy(model(inputs), targets)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    losses = []
+
+    def step():
+        inputs, labels = images.to(device), targets.to(device)  # 2. every batch
+        loss = cross_entropy(model(inputs), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"loss after 20 steps on {device}: {loss.item():.4f}")  # 3. numbers come back last
+        losses.append(loss.detach())
+
+    time_of_step = milliseconds(device, step)
+    loss = losses[-1].item()  # 3. numbers come back last
+    print(
+        f"training on {device} | {len(losses)} steps | loss {loss:.4f} | {time_of_step:.1f} ms a step"
+    )
+    return time_of_step
 
 
 def main():
-    device = "mps" if torch.backends.mps.is_available() else "cpu"
-    device = "cuda" if torch.cuda.is_available() else device
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     data_dir = Path(__file__).resolve().with_name("data")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, default=data_dir, help="holds MNIST/raw")
-    parser.add_argument("--device", type=torch.device, default=device, help="cuda:1, mps, cpu, ...")
+    parser.add_argument("--data-dir", default=data_dir, help="holds MNIST/raw, or will")
+    parser.add_argument("--device", choices=["cuda", "cpu", "mps"], default=device)
     args = parser.parse_args()
+    device = torch.device(args.device)
 
     show_devices()
-    move_tensors(args.device)
-    mix_devices(args.device)
-    time_work(args.device)
-    copy_to_device(args.device)
-    train_on_device(args.device, args.data_dir)
+    move_tensors(device)
+    mix_devices(device)
+    time_work(device)
+    copy_to_device(device)
+
+    mnist = datasets.MNIST(args.data_dir, train=True, download=True)
+    images = mnist.data[:1000, None].float().div_(255).sub_(0.1307).div_(0.3081)
+    cpu_time = train_on(torch.device("cpu"), images, mnist.targets[:1000])
+    if device.type != "cpu":
+        device_time = train_on(device, images, mnist.targets[:1000])
+        print(f"a step on {device} is {cpu_time / device_time:.1f} times as fast as on the CPU")
 
 
 if __name__ == "__main__":
