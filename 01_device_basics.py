@@ -3,8 +3,8 @@
     python 01_device_basics.py
     python 01_device_basics.py --device cpu
 
-Read it from top to bottom; each part prints what it shows. A GPU pays where the work on it is large:
-every call has a cost whatever its size, and so has every copy. The last lines compare the two.
+Read it from top to bottom; each part prints what it shows. A GPU pays where the work is large: each
+call has a cost whatever its size, and so has each copy. The timings compare it with the CPU.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -36,7 +36,7 @@ def show_devices():
 
 
 def move_tensors(device):
-    """A tensor stays where it was made: .to() returns a copy, or itself where it is there already."""
+    """A tensor stays where it was made: .to() returns a copy, or itself if it is there already."""
     here = torch.arange(3.0)
     there = here.to(device)
     made = torch.zeros(3, device=device)  # no copy: better than torch.zeros(3).to(device)
@@ -54,7 +54,7 @@ def move_tensors(device):
 
 
 def mix_devices(device):
-    """The commonest error. On a GPU it begins: Expected all tensors to be on the same device, but"""
+    """The commonest error, on a GPU: Expected all tensors to be on the same device, but ..."""
     other = torch.device("meta" if device.type == "cpu" else "cpu")  # meta plays a second device
     model = nn.Linear(3, 2, device=device)
     try:
@@ -94,6 +94,12 @@ def time_work(device):
     torch.mm(a, a)
     wrong = 1000 * (time.perf_counter() - start)
     print(f"1024 x 1024 product | with synchronize {right:.3f} ms | without {wrong:.3f} ms")
+    for size in 64, 256, 1024:
+        on_cpu = torch.randn(size, size)
+        on_device = on_cpu.to(device)
+        cpu_time = milliseconds(torch.device("cpu"), torch.mm, on_cpu, on_cpu)
+        device_time = milliseconds(device, torch.mm, on_device, on_device)
+        print(f"{size} x {size} product | cpu {cpu_time:.3f} ms | {device} {device_time:.3f} ms")
 
 
 def copy_to_device(device):
@@ -128,12 +134,10 @@ def train_on(device, images, targets):
         optimizer.zero_grad()
         losses.append(loss.detach())
 
-    time_of_step = milliseconds(device, step)
+    duration = milliseconds(device, step)
     loss = losses[-1].item()  # 3. numbers come back last
-    print(
-        f"training on {device} | {len(losses)} steps | loss {loss:.4f} | {time_of_step:.1f} ms a step"
-    )
-    return time_of_step
+    print(f"{len(losses)} steps on {device} | loss {loss:.4f} | {duration:.1f} ms a step")
+    return duration
 
 
 def main():
