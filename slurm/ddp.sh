@@ -25,28 +25,31 @@ job=$(scontrol show --details job "$SLURM_JOB_ID")
 script=$(sed -n '/^ *Command=/ {s///p; q}' <<< "$job")
 project=$(dirname "$(dirname "${script%" $*"}")")
 [ -f "$project/07_ddp.py" ] || project=.
-[ -f "$project/07_ddp.py" ] || fail "07_ddp.py not found: keep ddp.sh in slurm/, next to it, or submit from its folder"
+[ -f "$project/07_ddp.py" ] ||
+    fail "07_ddp.py not found: keep ddp.sh in slurm/ next to it, or submit from its folder"
 
 # edit: make torch available, unless it was when you submitted
 set +u # modules and conda may read variables that are not set
 # module load cuda
 # source "$project/.venv/bin/activate"
 set -u
-command -v torchrun >/dev/null || fail "torchrun not found: activate the environment that has torch, see slurm/ddp.sh"
+command -v torchrun >/dev/null ||
+    fail "torchrun not found: activate the environment that has torch, see slurm/ddp.sh"
 
 # One torchrun a machine, which starts one process a GPU; they meet at a port of the first machine.
 # It comes from the job's number, so that two jobs differ, and lies below the ephemeral ports.
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export ENDPOINT="${hosts%%$'\n'*}:$((10000 + SLURM_JOB_ID % 20000))"
 
-# srun takes defaults from SLURM_*, be they meant for other tasks or from an outer salloc: away with
-# them. --gpus: of --exclusive and --gpus-per-task, it would not take all GPUs of the job by itself.
-gpus=$(sed -n '/^ *JOB_GRES=/ {s///p; q}' <<< "$job" | tr , '\n' | awk -F: '/^gpu:/ {n += $NF} END {print n}')
+# srun takes defaults from SLURM_*: what other flags or an outer salloc left there misleads it.
+# Without --gpus, after --exclusive or --gpus-per-task, it would take none or too few of the GPUs.
+gpus=$(sed -n '/^ *JOB_GRES=/ {s///p; q}' <<< "$job" | tr , '\n' |
+    awk -F: '/^gpu:/ {n += $NF} END {print n}')
 for name in ${!SLURM_@} ${!SRUN_@}; do
     [[ $name =~ ^SLURM_(CONF|JOB_ID|NNODES)$ ]] || unset "$name"
 done
 # shellcheck disable=SC2016 # each machine expands this, and counts its own GPUs and CPUs
-srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 ${gpus:+--gpus="$gpus"} \
+srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 ${gpus:+--gpus="$gpus"} \
     --cpu-bind=none --kill-on-bad-exit=1 bash -euc '
     gpus=${SLURM_GPUS_ON_NODE:-$(python -c "import torch; print(torch.cuda.device_count() or 1)")}
     export OMP_NUM_THREADS=$((SLURM_CPUS_ON_NODE > gpus ? SLURM_CPUS_ON_NODE / gpus : 1))
