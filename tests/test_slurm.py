@@ -121,7 +121,7 @@ IN_PLACE_OF = {  # a line of the script: {what stands there: what it launches}
 
 @needs_slurm
 def test_one_launcher_a_node(cluster, ddp, elsewhere):
-    """However the site asks for tasks, GPUs, CPUs and memory, on the command line or in the file."""
+    """However the site asks for tasks, GPUs, CPUs and memory: as options or in the file."""
     jobs, expected = {}, dict(ON_COMMAND_LINE)
     for options in ON_COMMAND_LINE:
         jobs[options] = sbatch(cluster, *options.split(), ddp, cwd=elsewhere, env=fake(ddp))
