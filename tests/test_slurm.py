@@ -1,6 +1,7 @@
 """slurm/ddp.sh and slurm/single_gpu.sh on a real Slurm of two nodes, private to the tests.
 
 The nodes are on this machine and their GPUs are made up, so that the processes train on its CPU.
+Where only the launch counts, a torchrun that just tells how it was started stands in for torch's.
 """
 
 import os
@@ -9,22 +10,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import EPOCH, ROOT
+from conftest import ROOT
 from slurm_cluster import missing, slurm_cluster
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-SHORT = ["--limit", "960", "--batch-size", "48"]
-ENV = {
-    **os.environ,
-    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "OMP_NUM_THREADS": "1",
-}
+needs_slurm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+ENV = {**os.environ, "PATH": PATH, "OMP_NUM_THREADS": "1"}
+SHORT = ["--device", "cpu", "--limit", "960", "--batch-size", "48"]
+FAKE = """#!/bin/bash
+echo "launched $(hostname) $OMP_NUM_THREADS $PWD $@"
+[[ $* != *--fail* ]] || if [ $(hostname) = node1 ]; then sleep 600; else exit 3; fi
+"""
+LAUNCHED = r"launched (\S+) (\d+) .* --nnodes=(\d) --nproc_per_node=(\d) .*endpoint=node1:\d+ .* "
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +36,36 @@ def cluster():
 
 
 @pytest.fixture
-def checkout(tmp_path):
-    """The scripts and the data in a folder whose path holds a space."""
-    folder = tmp_path / "my scripts"
-    shutil.copytree(ROOT / "slurm", folder / "slurm")
+def elsewhere(tmp_path):
+    """A folder to submit from that has nothing to do with the scripts."""
+    (tmp_path / "else where").mkdir()
+    return tmp_path / "else where"
+
+
+@pytest.fixture
+def ddp(tmp_path):
+    """slurm/ddp.sh in a copy of the checkout, beside which fake/ holds a fake torchrun."""
+    shutil.copytree(ROOT / "slurm", tmp_path / "my scripts" / "slurm")
     for script in ROOT.glob("0*.py"):
-        shutil.copy(script, folder)
-    (folder / "data").symlink_to(ROOT / "data")
-    return folder
+        shutil.copy(script, tmp_path / "my scripts")
+    (tmp_path / "my scripts" / "data").symlink_to(ROOT / "data")
+    (tmp_path / "fake").mkdir()
+    command(tmp_path / "fake" / "torchrun", FAKE)
+    return tmp_path / "my scripts" / "slurm" / "ddp.sh"
 
 
-def sbatch(cluster, *words, cwd, env=ENV):
+def command(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def fake(ddp, path=PATH):
+    return {**ENV, "PATH": f"{ddp.parents[2]}/fake:{path}"}
+
+
+def sbatch(cluster, *words, cwd, env=ENV, within=()):
     """Submit and return the job's number."""
-    done = cluster.run("sbatch", "--parsable", *map(str, words), cwd=cwd, env=env)
+    done = cluster.run(*within, "sbatch", "--parsable", *map(str, words), cwd=cwd, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -57,100 +76,168 @@ def log(folder, job, name="ddp"):
 
 
 def epochs(text):
-    return [match.groups() for match in map(EPOCH.fullmatch, text.splitlines()) if match]
+    return [int(number) for number in re.findall(r"^epoch (\d+)/\d+ \|", text, re.MULTILINE)]
 
 
-def test_two_nodes_of_four_gpus(cluster, checkout):
-    """sbatch slurm/ddp.sh as it is: eight processes, of which one prints, and a checkpoint."""
-    probe = """
-    import os, socket
-    names = ["RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"]
-    if "RANK" in os.environ:
-        words = ["process", socket.gethostname(), *(os.environ[name] for name in names)]
-        os.write(1, " ".join([*words, os.linesep]).encode())
-    """
-    (checkout / "sitecustomize.py").write_text(textwrap.dedent(probe))
-    env = {**ENV, "PYTHONPATH": str(checkout)}
-    job = sbatch(cluster, "--cpus-per-task=4", "slurm/ddp.sh", *SHORT, cwd=checkout, env=env)
-    assert cluster.wait(job)["ExitCode"] == "0:0", log(checkout, job)
-    text = log(checkout, job)
-    found = sorted(line.split()[1:] for line in text.splitlines() if line.startswith("process"))
-    ranks = sorted(int(process[1]) for process in found)
-    assert ranks == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert [process[0] for process in found] == ["node1"] * 4 + ["node2"] * 4
-    assert {tuple(process[2:]) for process in found} == {("8", "0,1,2,3", "1")}
-    assert [epoch[0] for epoch in epochs(text)] == ["1", "2"]
-    checkpoint = torch.load(checkout / f"ddp-{job}.pt", weights_only=True)
-    assert checkpoint["epoch"] == 2
+def launches(text):
+    """What a log tells: of each launcher the node, its processes, and the threads of each."""
+    found = re.findall(LAUNCHED, text)
+    wanted = all(len(found) == int(nodes) for _, _, nodes, _ in found)
+    return sorted((node, int(n), int(threads)) for node, threads, _, n in found) if wanted else text
 
 
-def test_submitted_from_elsewhere(cluster, checkout, tmp_path):
-    """The first line of the log says what to do."""
-    job = sbatch(cluster, checkout / "slurm" / "ddp.sh", cwd=tmp_path)
-    assert cluster.wait(job)["ExitCode"] == "1:0"
-    first = log(tmp_path, job).splitlines()[0]
-    assert first.startswith("07_ddp.py not found: submit from its folder or with sbatch --chdir")
+def on_each(processes, threads):
+    return [(node, processes, threads) for node in ("node1", "node2")]
 
 
-def test_two_jobs_at_once_on_one_node(cluster, checkout, tmp_path):
-    """With two of its four GPUs each, one from slurm/ and one by --chdir; the first ends earlier."""
-    options = ["--nodes=1", "--gpus-per-node=2", "--cpus-per-task=2", "--nodelist=node1"]
-    chdir = [f"--chdir={checkout}", f"--output={tmp_path}/%x-%j.log"]
-    first = sbatch(cluster, *options, "ddp.sh", *SHORT, "--epochs", "1", cwd=checkout / "slurm")
-    second = sbatch(
-        cluster,
-        *options,
-        *chdir,
-        checkout / "slurm" / "ddp.sh",
-        *SHORT,
-        "--epochs",
-        "4",
-        cwd=tmp_path,
-    )
-    for job, folder, count in (first, checkout / "slurm", 1), (second, tmp_path, 4):
-        assert cluster.wait(job)["ExitCode"] == "0:0", log(folder, job)
-        assert len(epochs(log(folder, job))) == count
+ON_COMMAND_LINE = {
+    "": on_each(4, 4),
+    "--nodes=1 --nodelist=node1": [("node1", 4, 4)],
+    "--ntasks-per-node=2": on_each(4, 8),
+    "--ntasks=3": [("node1", 4, 8), ("node2", 4, 4)],
+    "--cpus-per-task=1": on_each(4, 1),
+    "--gres=gpu:2": on_each(2, 8),
+    "--gpus-per-node=3": on_each(3, 5),
+    "--gpus=8": on_each(4, 4),
+    "--gpus-per-task=4 --ntasks=2": on_each(4, 4),
+    "--gpus-per-task=1 --ntasks=8 --cpus-per-task=2": on_each(4, 2),
+    "--ntasks-per-gpu=1 --cpus-per-task=1": on_each(4, 1),
+    "--exclusive": on_each(4, 8),
+    "--overcommit --mem=0": on_each(4, 4),
+    "--export=PATH": on_each(4, 4),
+}
+IN_PLACE_OF = {  # a line of the script: {what stands there: what it launches}
+    "--gpus-per-node=4": {
+        "--gres=gpu:4": on_each(4, 4),
+        "--gpus=5": [("node1", 4, 4), ("node2", 1, 16)],
+        "--gpus-per-task=1 --ntasks-per-node=2": on_each(2, 16),
+        "--exclusive": on_each(4, 8),
+        "--comment=no-gpu": on_each(1, 16),
+    },
+    "--cpus-per-task=16": {"--cpus-per-gpu=2": on_each(4, 2), "--comment=one-cpu": on_each(4, 1)},
+    "--mem=32G": {"--mem-per-cpu=100": on_each(4, 4), "--mem-per-gpu=100": on_each(4, 4)},
+}
 
 
-def test_failed_training_fails_the_job(cluster, checkout):
-    options = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1"]
-    job = sbatch(cluster, *options, "slurm/ddp.sh", "--limit", "10", cwd=checkout)
-    assert cluster.wait(job)["JobState"] == "FAILED"
-    assert "too few images for one batch" in log(checkout, job)
+@needs_slurm
+def test_one_launcher_a_node(cluster, ddp, elsewhere):
+    """However the site asks for tasks, GPUs, CPUs and memory: as options or in the file."""
+    jobs, expected = {}, dict(ON_COMMAND_LINE)
+    for options in ON_COMMAND_LINE:
+        jobs[options] = sbatch(cluster, *options.split(), ddp, cwd=elsewhere, env=fake(ddp))
+    for line, cases in IN_PLACE_OF.items():
+        for options, launched in cases.items():
+            edited = ddp.with_name(f"edited{len(jobs)}.sh")
+            lines = "\n#SBATCH ".join(options.split())
+            edited.write_text(ddp.read_text().replace(f"SBATCH {line}\n", f"SBATCH {lines}\n"))
+            jobs[line, options] = sbatch(cluster, edited, cwd=elsewhere, env=fake(ddp))
+            expected[line, options] = launched
+    assert {cluster.wait(job)["JobState"] for job in jobs.values()} == {"COMPLETED"}
+    assert {case: launches(log(elsewhere, job)) for case, job in jobs.items()} == expected
 
 
-def test_without_torch(cluster, checkout):
-    env = {**ENV, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
-    job = sbatch(cluster, "slurm/ddp.sh", cwd=checkout, env=env)
-    assert cluster.wait(job)["JobState"] == "FAILED"
-    assert log(checkout, job).startswith("torchrun not found: activate the environment")
+@needs_slurm
+def test_from_inside_an_allocation(cluster, ddp, elsewhere):
+    """One with other tasks, GPUs and memory: with sbatch, and as a command that uses it itself."""
+    options = ["--ntasks=3", "--mem-per-cpu=100", "--gpus-per-task=1", "--cpus-per-task=2"]
+    within = ["salloc", "--nodes=2", *options]
+    job = sbatch(cluster, ddp, cwd=elsewhere, env=fake(ddp), within=within)
+    assert cluster.wait(job)["ExitCode"] == "0:0", log(elsewhere, job)
+    assert launches(log(elsewhere, job)) == on_each(4, 4)
+    done = cluster.run(*within, "bash", ddp, cwd=ddp.parents[1], env=fake(ddp))
+    assert launches(done.stdout) == [("node1", 2, 2), ("node2", 1, 2)], done.stderr
 
 
-def test_requeued_job_resumes(cluster, checkout):
-    """SIGTERM in the second epoch, then a second start that appends to the log and goes on."""
-    options = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1"]
-    flags = ["--limit", "6000", "--batch-size", "48", "--epochs", "4"]
-    job = sbatch(cluster, *options, "slurm/ddp.sh", *flags, cwd=checkout)
-    end = time.monotonic() + 100
-    while not epochs(log(checkout, job)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert cluster.run("scontrol", "requeue", job).returncode == 0
-    cluster.wait(job, "PENDING")
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # else after two minutes
-    ended = cluster.wait(job)
-    text = log(checkout, job)
+@needs_slurm
+def test_environment_and_flags(cluster, ddp, elsewhere):
+    """The environment that the script names, alone; the user's flags come last, word for word."""
+    ddp.write_text(re.sub(r"(?m)^# (?=source )", "", ddp.read_text()))
+    activate = ddp.parents[1] / ".venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text(f'PATH="{ddp.parents[2]}/fake:$PATH$UNSET"\n')
+    flags = ["--checkpoint", "a b.pt", "*", ddp]
+    job = sbatch(cluster, "--export=NONE", ddp, *flags, cwd=elsewhere)
+    assert cluster.wait(job)["ExitCode"] == "0:0", log(elsewhere, job)
+    words = f"{ddp.parents[1]}/07_ddp.py --checkpoint ddp-{job}.pt --checkpoint a b.pt * {ddp}\n"
+    assert log(elsewhere, job).count(words) == log(elsewhere, job).count(f" {elsewhere} ") == 2
+
+
+@needs_slurm
+def test_failures(cluster, ddp, elsewhere):
+    """What is missing is the log's first line; when one node's launcher fails, the job ends."""
+    alone = shutil.copy(ddp, elsewhere)
+    bare = {**ENV, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    no_script = sbatch(cluster, alone, cwd=elsewhere)
+    no_torch = sbatch(cluster, ddp, cwd=elsewhere, env=bare)
+    failing = sbatch(cluster, ddp, "--fail", cwd=elsewhere, env=fake(ddp))
+    for job, start in (no_script, "07_ddp.py not found"), (no_torch, "torchrun not found"):
+        assert cluster.wait(job)["ExitCode"] == "1:0"
+        assert log(elsewhere, job).startswith(start)
+    assert cluster.wait(failing, timeout=60)["JobState"] == "FAILED"
+
+
+@needs_slurm
+def test_thousands_of_nodes(ddp):
+    """Slurm's own list of them is longer than what fits in a pipe."""
+    real = shutil.which("scontrol")
+    show = f'#!/bin/bash\n[ "$2" != hostnames ] || exec {real} "$@"\n'
+    command(ddp.parents[2] / "fake" / "scontrol", show)
+    command(ddp.parents[2] / "fake" / "srun", '#!/bin/bash\necho "$ENDPOINT"\n')
+    (ddp.parent / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=localhost\n")
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "20000", "SLURM_JOB_NODELIST": "n[1-20000]"}
+    env = {**fake(ddp), **job, "SLURM_CONF": f"{ddp.parent}/slurm.conf"}
+    options = {"cwd": ddp.parents[1], "capture_output": True, "text": True}
+    done = subprocess.run(["bash", ddp], check=False, env=env, **options)
+    assert (done.returncode, done.stdout) == (0, "n1:10007\n"), done.stderr
+
+
+@needs_slurm
+def test_training_on_uneven_nodes(cluster, ddp):
+    """Two GPUs on one node and one on the other; submitted from slurm/."""
+    ddp.write_text(ddp.read_text().replace("--gpus-per-node=4", "--gpus=3"))
+    job = sbatch(cluster, "--cpus-per-task=1", "ddp.sh", *SHORT, cwd=ddp.parent)
+    assert cluster.wait(job)["ExitCode"] == "0:0", log(ddp.parent, job)
+    assert epochs(log(ddp.parent, job)) == [1, 2]
+    assert torch.load(ddp.parent / f"ddp-{job}.pt", weights_only=True)["epoch"] == 2
+
+
+@needs_slurm
+def test_going_on(cluster, ddp, elsewhere):
+    """A new job goes on with the file of one that ended early; then requeued, in the same log."""
+    flags = ["--device", "cpu", "--limit", "6000", "--batch-size", "48", "--epochs", "5"]
+    words = ["--gpus-per-node=1", "--cpus-per-task=1", ddp, *flags]
+
+    def after_an_epoch(job):
+        deadline = time.monotonic() + 100
+        while not epochs(log(elsewhere, job)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    old = sbatch(cluster, *words, cwd=elsewhere)
+    after_an_epoch(old)
+    cluster.run("scancel", old)
+    assert cluster.wait(old)["JobState"] == "CANCELLED"
+    new = sbatch(cluster, *words, "--checkpoint", f"ddp-{old}.pt", cwd=elsewhere)
+    after_an_epoch(new)
+    assert cluster.run("scontrol", "requeue", new).returncode == 0
+    cluster.wait(new, "PENDING")
+    cluster.run("scontrol", "update", f"JobId={new}", "StartTime=now")  # else after two minutes
+    ended = cluster.wait(new)
+    text = log(elsewhere, new)
     assert (ended["ExitCode"], ended["Restarts"]) == ("0:0", "1"), text
-    assert re.search(r"resumed \| [123]/4 epochs were done", text)
-    assert [epoch[0] for epoch in epochs(text)] == ["1", "2", "3", "4"]
+    assert epochs(log(elsewhere, old)) + epochs(text) == [1, 2, 3, 4, 5]
+    assert len(re.findall(r"resumed \| [1234]/5 epochs were done", text)) == 2
 
 
-def test_single_gpu(cluster, checkout):
-    job = sbatch(cluster, "slurm/single_gpu.sh", "02_train_gpu.py", *SHORT, cwd=checkout)
-    assert cluster.wait(job)["ExitCode"] == "0:0", log(checkout, job, "single_gpu")
-    assert len(epochs(log(checkout, job, "single_gpu"))) == 2
-    job = sbatch(cluster, "slurm/single_gpu.sh", cwd=checkout)
-    assert cluster.wait(job)["JobState"] == "FAILED"
-    assert "say which script to run" in log(checkout, job, "single_gpu")
+@needs_slurm
+def test_single_gpu(cluster, ddp, elsewhere):
+    script = ddp.with_name("single_gpu.sh")
+    job = sbatch(cluster, script, "02_train_gpu.py", *SHORT, cwd=elsewhere)
+    assert cluster.wait(job)["ExitCode"] == "0:0", log(elsewhere, job, "single_gpu")
+    assert epochs(log(elsewhere, job, "single_gpu")) == [1, 2]
+    for words, message in ([], "say which script to run"), (["x.py"], "x.py not found"):
+        job = sbatch(cluster, script, *words, cwd=elsewhere)
+        assert cluster.wait(job)["JobState"] == "FAILED"
+        assert message in log(elsewhere, job, "single_gpu")
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
