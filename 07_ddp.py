@@ -1,7 +1,6 @@
 """DistributedDataParallel: one process a GPU, on one machine or many; a killed run resumes.
 
-    torchrun --standalone --nproc_per_node=4 07_ddp.py --checkpoint run.pt  # again: it resumes
-    sbatch slurm/ddp.sh
+    torchrun --standalone --nproc_per_node=4 07_ddp.py --checkpoint run.pt  # or sbatch slurm/ddp.sh
     git diff --no-index -w 02_train_gpu.py 07_ddp.py
 
 Small models gain nothing: every step sums all gradients over all processes. --batch-size is shared
@@ -208,6 +207,7 @@ def main():
             if args.save:
                 save(model.state_dict(), args.save)
             print(result, flush=True)
+    dist.barrier()  # without it, torch 2.4 with gloo often hangs at the exit
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -43,6 +44,11 @@ def load(script):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def command(script, *flags, torchrun=("--standalone", "--nproc_per_node=1"), python=sys.executable):

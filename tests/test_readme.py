@@ -1,20 +1,198 @@
-"""What the README says of files, flags, commands and differences is so."""
+"""The README shows what is so: the scripts' differences, patches, names, flags, commands, snippets.
+
+python tests/test_readme.py    writes the differences and patches into README.md anew
+"""
 
 import difflib
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
-from conftest import FAMILY, ROOT
-from test_family import code
+import torch
+from conftest import EPOCH, FAMILY, HEADER, ROOT, free_port, load
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCK = re.compile(
+    r"(<summary>(0\d(?: \+ 0\d)?)\b.*?</summary>\n\n```diff\n)(.*?)(?=```)", re.DOTALL
+)
+BLOCKS = {name: text for _, name, text in BLOCK.findall(README)}
+PATCHES = [name for name in BLOCKS if "+" in name]
+QUICK = ["--device", "cpu", "--limit", "800", "--batch-size", "48", "--epochs", "2"]
 
 
-def test_files_exist():
-    for path in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
+def code(script):
+    """A script's lines behind its docstring."""
+    text = (ROOT / script).read_text(encoding="utf-8")
+    return text[text.index("# SPDX") :].splitlines()
+
+
+def differences(script):
+    """What a script takes from 02 and adds to it, as a diff that passes over indentation.
+
+    Every piece is headed by the function it stands in, or by "imports", and by the line before it.
+    The last line counts the lines of 02 that only moved to the right or to the left, one by one.
+    """
+    base, copy = code("02_train_gpu.py"), code(script)
+    stripped = [[line.strip() for line in lines] for lines in (base, copy)]
+    result, moved = [], {}
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(
+        None, *stripped, autojunk=False
+    ).get_opcodes():
+        if tag == "equal":
+            for old, new in zip(base[i1:i2], copy[j1:j2]):
+                moved[len(new) - len(old)] = moved.get(len(new) - len(old), 0) + 1
+            continue
+        heads = [line for line in copy[: j1 + 1] if line.startswith(("def ", "class "))]
+        result.append(f"@@ {heads[-1].split('(')[0] if heads else 'imports'} @@")
+        result += [f" {line}" for line in copy[j1 - 1 : j1] if line]
+        result += [f"-{line}" for line in base[i1:i2]] + [f"+{line}" for line in copy[j1:j2]]
+    for columns in sorted(moved.keys() - {0}):
+        result.append(f"@@ {moved[columns]} lines indented by {columns} more @@")
+    return "".join(f"{line}\n" for line in result)
+
+
+def patch(name, folder):
+    """Apply the patch of that name to a copy of the script it is for; return the copy's path."""
+    script = re.match(r"--- a/(\S+)\n", BLOCKS[name])[1]
+    shutil.copy(ROOT / script, folder)
+    command = ["git", "apply", "--verbose", "-"]
+    done = subprocess.run(
+        command, cwd=folder, input=BLOCKS[name], text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "offset" not in done.stderr, f"{done.stderr}\nwrite it anew: python {__file__}"
+    return folder / script
+
+
+@pytest.mark.parametrize("script", FAMILY[1:])
+def test_difference_to_02_is_shown(script):
+    """A fix of 02 that a copy lacks, a changed constant, a renamed variable: all show here."""
+    shown = BLOCKS[script[:2]].splitlines()
+    changes = "\n".join(difflib.unified_diff(shown, differences(script).splitlines(), lineterm=""))
+    assert not changes, (
+        f"{script}: README shows (-), the script has (+); write: python {__file__}\n{changes}"
+    )
+
+
+@pytest.mark.parametrize("script", FAMILY[1:])
+def test_docstring_says_how_to_see_the_difference(script):
+    text = (ROOT / script).read_text(encoding="utf-8")
+    assert f"    git diff --no-index -w 02_train_gpu.py {script}\n" in text.split('"""')[1]
+
+
+@pytest.fixture
+def trained(monkeypatch, capsys, tmp_path):
+    """trained(path, flags): train in this process, alone in its group; the last loss and accuracy."""
+
+    def trained(path, *flags):
+        monkeypatch.setattr(sys, "argv", [str(path), *QUICK, *flags])
+        try:
+            load(path).main()
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        lines = capsys.readouterr().out.splitlines()
+        last = [EPOCH.fullmatch(line) for line in lines if line.startswith("epoch")][-1]
+        return float(last[3]), float(last[4])
+
+    places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**places, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    return trained
+
+
+@pytest.mark.parametrize("name", ["07 + 08", "05 + 08"])
+def test_patched_to_compile(name, trained, monkeypatch, tmp_path):
+    """The whole model is one graph, with the result of the script that does not compile."""
+    graphs, compile = [], torch.compile
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend=count))
+    path = patch(name, tmp_path)
+    data = "--data-dir", str(ROOT / "data")
+    loss, _ = trained(path, *data)
+    assert len(graphs) == 1
+    assert loss == pytest.approx(trained(path.name, *data)[0], abs=2e-3)
+
+
+def test_patched_to_accumulate(trained, monkeypatch, tmp_path):
+    """07 + 04: one reduction an update, not one a piece; the loss of 07; evaluation by piece."""
+    reductions, wrap = [], torch.nn.parallel.DistributedDataParallel
+
+    def count(state, bucket):
+        reductions.append(bucket.index())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def counted(model):
+        ddp_model = wrap(model)
+        ddp_model.register_comm_hook(None, count)
+        return ddp_model
+
+    path = patch("07 + 04", tmp_path)
+    data = "--data-dir", str(ROOT / "data")
+    expected, _ = trained("07_ddp.py", *data)
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", counted)
+    loss, _ = trained(path, *data, "--accum", "4")
+    assert loss == pytest.approx(expected, abs=2e-3)
+    assert len(reductions) == 2 * (800 // 48)
+
+
+@pytest.mark.parametrize("name, plain", [("07 + 05", "07_ddp.py"), ("05 + 04", "05_amp.py")])
+def test_patched_to_mixed_precision(name, plain, trained, monkeypatch, tmp_path):
+    """Near the plain script; the scaler is called in order, once an update."""
+    calls, scaler = [], torch.amp.GradScaler
+    for method in "unscale_", "step", "update":
+        real = getattr(scaler, method)
+
+        def call(self, *args, method=method, real=real):
+            calls.append(method)
+            return real(self, *args)
+
+        monkeypatch.setattr(scaler, method, call)
+    path = patch(name, tmp_path)
+    data = "--data-dir", str(ROOT / "data")
+    expected = trained(plain, *data)
+    calls.clear()
+    found = trained(path, *data, *(["--checkpoint", "run.pt"] if "07" in name else []))
+    assert calls == ["unscale_", "step", "update"] * (2 * (800 // 48))
+    assert found[0] == pytest.approx(expected[0], abs=0.05)
+    assert found[1] == pytest.approx(expected[1], abs=4)
+    if "07" in name:
+        assert "scaler" in torch.load("run.pt", weights_only=True)
+
+
+def test_snippets_run(short, tmp_path):
+    """Predicting from saved weights, as written; the image is drawn by the test set."""
+    import torchvision
+
+    shutil.copy(short("02_train_gpu.py")[1], tmp_path / "model.pt")
+    shutil.copy(ROOT / "02_train_gpu.py", tmp_path)
+    image = torchvision.datasets.MNIST(ROOT / "data", train=False).data[:1]
+    torchvision.io.write_png(image, str(tmp_path / "digit.png"))
+    snippet = next(s for s in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "digit" in s)
+    command = [sys.executable, "-c", snippet]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("7 "), done.stdout
+
+
+def test_files_and_anchors_exist():
+    for path in re.findall(r"\]\((?!https?:|#)([^)#]+)\)", README):
         assert (ROOT / path).exists(), path
     for path in re.findall(r"\b(?:slurm/\w+\.sh|\d\d_\w+\.py)\b", README):
         assert (ROOT / path).exists(), path
+    titles = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    for anchor in re.findall(r"\]\(#([^)]+)\)", README):
+        assert anchor in anchors, anchor
 
 
 def test_flags_exist():
@@ -25,10 +203,6 @@ def test_flags_exist():
         text = (ROOT / script).read_text(encoding="utf-8")
         for flag in re.findall(r"--[\w-]+", flags):
             assert f'add_argument("{flag}"' in text, f"{script} {flag}"
-    for flag in re.findall(r"`(--[\w-]+)[ `=]", README):
-        sources = [*ROOT.glob("0*.py"), *ROOT.glob("slurm/*.sh")]
-        known = "".join(path.read_text(encoding="utf-8") for path in sources)
-        assert flag in known or flag in ("--local_rank", "--shm-size", "--help"), flag
 
 
 def test_first_commands_are_those_of_ci():
@@ -39,15 +213,10 @@ def test_first_commands_are_those_of_ci():
     assert all(f"{command} || exit 1" in ci for command in commands)
 
 
-@pytest.mark.parametrize("script", FAMILY[1:])
-def test_lines_replaced_and_added(script):
-    base, copy = ([line.strip() for _, line in code(name)] for name in (FAMILY[0], script))
-    matcher = difflib.SequenceMatcher(None, base, copy, autojunk=False)
-    changes = [code for code in matcher.get_opcodes() if code[0] != "equal"]
-    replaced = sum(j - i for _, i, j, _, _ in changes)
-    added = sum(j - i for _, _, _, i, j in changes)
-    row = next(line for line in README.splitlines() if line.startswith(f"| [{script}]"))
-    assert f"| {replaced} / {added} |" in row
+def test_sample_output_has_the_form_of_today():
+    lines = re.search(r"```text\n(.*?)```", README, re.DOTALL)[1].splitlines()
+    assert all(HEADER.fullmatch(line) or EPOCH.fullmatch(line) for line in lines), lines
+    assert len(lines) >= 4
 
 
 def test_versions_are_those_of_the_metadata():
@@ -57,3 +226,24 @@ def test_versions_are_those_of_the_metadata():
     python, torch, torchvision = oldest.groups()
     versions = f"Python {python}, {torch.replace('>=', ' ')} and {torchvision.replace('>=', ' ')}"
     assert versions in README
+
+
+def write():
+    """Put today's differences into the README, and the patches as they apply to today's scripts."""
+
+    def fresh(match):
+        head, name, text = match.groups()
+        if "+" not in name:
+            return head + differences(next(script for script in FAMILY if script[:2] == name))
+        script = re.match(r"--- a/(\S+)\n", text)[1]
+        command = ["patch", "--silent", "--output=-", str(ROOT / script)]
+        done = subprocess.run(command, input=text, text=True, capture_output=True, check=True)
+        old = (ROOT / script).read_text(encoding="utf-8").splitlines(True)
+        new = done.stdout.splitlines(True)
+        return head + "".join(difflib.unified_diff(old, new, f"a/{script}", f"b/{script}", n=1))
+
+    (ROOT / "README.md").write_text(BLOCK.sub(fresh, README), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
