@@ -1,9 +1,9 @@
 """Run by torchrun in test_ddp.py: 07, writing down what each process fetches, trains and tests.
 
-torchrun ... probe_ddp.py OUTPUT KIND [flags of 07]    writes OUTPUT/RANK.pt
+torchrun ... probe_ddp.py FOLDER KIND [flags of 07]    writes FOLDER/rankN.pt
 
-KIND: plain, in float64; dropout, with a model that has it; killed: so too, but kill -9 ends rank 1
-in the second epoch and, once that run has resumed, rank 0 in the write of the third checkpoint.
+KIND: plain, in float64; dropout, with a model that has it; killed: so too, but rank 1 fails in the
+second epoch and, once that run has resumed, rank 0 is killed in the write of the third checkpoint.
 """
 
 import os
@@ -14,58 +14,49 @@ from pathlib import Path
 import torch
 from conftest import ROOT, load
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchvision.datasets import mnist
 
-output, kind = Path(sys.argv.pop(1)), sys.argv.pop(1)
+folder, kind = Path(sys.argv.pop(1)), sys.argv.pop(1)
 rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 script = load("07_ddp.py")
-record = {"fetched": [], "train": [], "test": [], "gradients": [], "masks": []}
-build_model, load_data, torch_save = script.build_model, script.load_data, torch.save
+record = {"fetched": [], "train": [], "test": [], "gradients": [], "masks": [], "saved": []}
+getitems, build_model, torch_save = script.InMemory.__getitems__, script.build_model, torch.save
 
 
-class Recorded(script.InMemory):
-    def __getitems__(self, indices):
-        record[self.name].append(list(indices))
-        return super().__getitems__(indices)
+def recorded_getitems(self, indices):
+    record["test" if torch.is_inference_mode_enabled() else "train"].append(list(indices))
+    images, targets = getitems(self, indices)
+    return images.double() if kind == "plain" else images, targets
 
 
-def load_recorded(args):
-    loaders = load_data(args)
-    for loader, name in zip(loaders, ("train", "test")):
-        loader.dataset.__class__, loader.dataset.name = Recorded, name
-        if kind == "plain":
-            images, targets = loader.dataset.tensors
-            loader.dataset.tensors = images.double(), targets
-    return loaders
+def recorded_step(optimizer, *_):
+    gradients = [parameter.grad.flatten() for parameter in optimizer.param_groups[0]["params"]]
+    record["gradients"].append(torch.cat(gradients))
 
 
-class Adam(torch.optim.Adam):
-    def step(self, closure=None):
-        grads = [parameter.grad.flatten() for parameter in self.param_groups[0]["params"]]
-        record["gradients"].append(torch.cat(grads))
-        super().step(closure)
-
-
-def look(dropout, inputs, outputs):
+def recorded_dropout(dropout, _, outputs):
     if dropout.training:
         record["masks"].append(outputs.flatten()[:784] == 0)
         if kind == "killed" and (rank, restarts, len(record["masks"])) == ("1", "0", 24):
-            os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("a fault of rank 1")
 
 
 def build(width):
     if kind == "plain":
         return build_model(width).double()
     dropout = nn.Dropout(0.2)
-    dropout.register_forward_hook(look)
+    dropout.register_forward_hook(recorded_dropout)
     return nn.Sequential(dropout, *build_model(width))
 
 
 def save(state, path, **options):
     torch_save(state, path, **options)
-    if kind == "killed" and restarts == "1" and isinstance(state, dict) and state.get("epoch") == 3:
-        os.truncate(path, os.path.getsize(path) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
+    if isinstance(path, str):  # no buffer, through which tensors are broadcast
+        record["saved"].append(path)
+        if kind == "killed" and (restarts, state.get("epoch")) == ("1", 3):
+            os.truncate(path, os.path.getsize(path) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fetch(url, download_root, filename, md5):
@@ -74,7 +65,8 @@ def fetch(url, download_root, filename, md5):
     os.symlink(ROOT / "data" / "MNIST" / "raw" / name, Path(download_root, name))
 
 
-script.build_model, script.load_data, torch.save = build, load_recorded, save
-torch.optim.Adam, mnist.download_and_extract_archive = Adam, fetch
+script.InMemory.__getitems__, script.build_model, torch.save = recorded_getitems, build, save
+register_optimizer_step_pre_hook(recorded_step)
+mnist.download_and_extract_archive = fetch
 script.main()
-torch_save(record, output / f"{rank}.pt")
+torch_save(record, folder / f"rank{rank}.pt")

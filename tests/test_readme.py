@@ -31,7 +31,8 @@ def code(script):
 def differences(script):
     """What a script takes from 02 and adds to it, as a diff that passes over indentation.
 
-    Every piece is headed by the function it stands in, or by "imports", and by the line before it.
+    Every piece is headed by the function it stands in, or "imports"; before a pure addition stands
+    the line that it follows.
     The last line counts the lines of 02 that only moved to the right or to the left, one by one.
     """
     base, copy = code("02_train_gpu.py"), code(script)
@@ -46,7 +47,7 @@ def differences(script):
             continue
         heads = [line for line in copy[: j1 + 1] if line.startswith(("def ", "class "))]
         result.append(f"@@ {heads[-1].split('(')[0] if heads else 'imports'} @@")
-        result += [f" {line}" for line in copy[j1 - 1 : j1] if line]
+        result += [f" {line}" for line in copy[j1 - 1 : j1] if line and i1 == i2]
         result += [f"-{line}" for line in base[i1:i2]] + [f"+{line}" for line in copy[j1:j2]]
     for columns in sorted(moved.keys() - {0}):
         result.append(f"@@ {moved[columns]} lines indented by {columns} more @@")

@@ -1,9 +1,14 @@
-"""What each technique promises beyond the result of 02."""
+"""What each technique promises beyond the result of 02.
+
+python tests/test_techniques.py    prints the peaks of memory that README.md shows
+"""
 
 import itertools
 import json
 import re
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,37 +75,43 @@ def test_accumulation_evaluates_by_the_piece(monkeypatch):
     assert max(len(targets) for _, targets in loader) == 20  # 96 / 5, rounded up
 
 
-def peak_of_a_step(script, folder, *extra):
-    """Bytes at the peak of one training step at 02's default sizes, above what was there before."""
+def peak_of_a_step(script, *extra, width=8, depth=0):
+    """Bytes at the peak of a step of 02's batch: the running sum of what the profiler saw."""
     module = load(script)
     torch.manual_seed(0)
-    model = module.build_model(8).to(memory_format=torch.channels_last)
+    model = module.build_model(width)
+    for _ in range(depth):  # a deep stack: so many more convolutions after the first
+        model.insert(
+            2, torch.nn.Sequential(torch.nn.Conv2d(width, width, 3, padding=1), torch.nn.ReLU())
+        )
+    model = model.to(memory_format=torch.channels_last)
     optimizer = Recorder(model.parameters())  # no state: the peak is that of a first step
     scheduler = LambdaLR(optimizer, lambda step: 1.0)
     loader = batches(480, dtype=torch.float32)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         module.train(model, loader, optimizer, scheduler, torch.device("cpu"), *extra)
-    profiler.export_chrome_trace(str(folder / "memory.json"))
-    events = json.loads((folder / "memory.json").read_text())["traceEvents"]
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
     return max(itertools.accumulate(event["args"]["Bytes"] for event in events))
 
 
-def test_peak_of_a_step(monkeypatch, tmp_path):
+def test_peak_of_a_step(monkeypatch):
     """03 and 04, at their default flags, need less than 02."""
-    base = peak_of_a_step("02_train_gpu.py", tmp_path)
+    base = peak_of_a_step("02_train_gpu.py")
     for script, flag, at_most in (
         ("03_memory.py", "segments", 0.85),
         ("04_grad_accum.py", "accum", 0.5),
     ):
         monkeypatch.setattr(sys, "argv", [script])
         default = getattr(load(script).parse_args(), flag)
-        assert peak_of_a_step(script, tmp_path, default) < at_most * base
+        assert peak_of_a_step(script, default) < at_most * base
 
 
 def test_memory_report(short):
     """Bytes by hand for a width of 8."""
-    parameters = 4 * (8 * 26 + 16 * 73 + 256 * 401 + 10 * 257)
+    parameters = 4 * (8 * 37 + 16 * 73 + 256 * 401 + 10 * 257)
     state = 2 * parameters + 8 * 4  # two moments, and a step count for each tensor
     lines = short("03_memory.py")[0].stdout.splitlines()[-2:]
     assert lines[0] == (
@@ -236,3 +247,13 @@ def test_profile_never_spans_an_evaluation(monkeypatch, tmp_path):
     names = recorded(tmp_path / "trace.json")
     assert "aten::convolution" in names and "aten::argmax" not in names
     assert sum(name.startswith("ProfilerStep#") for name in names) == 3
+
+
+if __name__ == "__main__":
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for sizes in {"width": 8}, {"width": 64}, {"width": 64, "depth": 32}:
+        print(sizes, "02", peak_of_a_step("02_train_gpu.py", **sizes))
+        for segments in 2, 3, 4, 6, 9:
+            print("03", segments, peak_of_a_step("03_memory.py", segments, **sizes))
+        print("04", peak_of_a_step("04_grad_accum.py", 4, **sizes))
+        print("05", peak_of_a_step("05_amp.py", torch.bfloat16, scaler, **sizes), flush=True)
