@@ -1,7 +1,6 @@
-"""Run by torchrun in test_ddp.py: 07, writing down what each process fetches, trains and tests.
+"""07 that writes down in FOLDER/rankN.pt what each process fetches, trains, tests and saves.
 
-torchrun ... probe_ddp.py FOLDER KIND [flags of 07]    writes FOLDER/rankN.pt
-
+torchrun ... probe_ddp.py FOLDER KIND [flags of 07]
 KIND: plain, in float64; dropout, with a model that has it; killed: so too, but rank 1 fails in the
 second epoch and, once that run has resumed, rank 0 is killed in the write of the third checkpoint.
 """
@@ -18,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchvision.datasets import mnist
 
 folder, kind = Path(sys.argv.pop(1)), sys.argv.pop(1)
+folder.mkdir(exist_ok=True)
 rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 script = load("07_ddp.py")
 record = {"fetched": [], "train": [], "test": [], "gradients": [], "masks": [], "saved": []}
@@ -61,7 +61,7 @@ def save(state, path, **options):
 
 def fetch(url, download_root, filename, md5):
     record["fetched"].append(filename)
-    name = filename[: -len(".gz")]
+    name = filename[:-3]  # without .gz
     os.symlink(ROOT / "data" / "MNIST" / "raw" / name, Path(download_root, name))
 
 
