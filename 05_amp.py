@@ -7,7 +7,7 @@
 No gain on small models, nor without 16-bit units: a CPU that lacks them is slower, with float16
 many times. bfloat16, for CUDA GPUs of capability 8.0 or more, has the range of float32. float16 is
 for older ones: gradients leave its range, so a GradScaler scales the loss, skips the steps that
-overflow, the first few among them, and waits for the GPU once a step. Evaluation stays in float32,
+overflow, the first few among them, and waits for the GPU every step. Evaluation stays in float32,
 to be compared with 02: put autocast there too, if its speed matters.
 """
 
@@ -52,11 +52,11 @@ def parse_args():
     return args
 
 
-# All that is MNIST, to be replaced by your data and model: from here to the end of build_model.
+# All that is MNIST, for you to replace: down to build_model, and lr, betas and label_smoothing.
 class InMemory(TensorDataset):
-    """Fetches a batch at once, not image by image; for other datasets, drop collate_fn=tuple."""
+    """Indexes a whole batch at once; with any other dataset, remove collate_fn=tuple below."""
 
-    def __getitems__(self, indices):
+    def __getitems__(self, indices):  # the DataLoader calls it with all indices of a batch
         return tuple(tensor.index_select(0, torch.tensor(indices)) for tensor in self.tensors)
 
 
@@ -91,21 +91,21 @@ def build_model(width):
 
 
 def train(model, loader, optimizer, scheduler, device, dtype, scaler):
-    """Train for one epoch and return the mean loss: its .item() waits until the GPU is done."""
+    """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = torch.zeros((), device=device)
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # pinned: does not wait
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory: async
         targets = targets.to(device, non_blocking=loader.pin_memory)
         with torch.autocast(device.type, dtype):
             logits = model(inputs)
             loss = cross_entropy(logits, targets, label_smoothing=0.05)
-        total_loss += loss.detach()  # without its graph; .item() would wait every time
+        total_loss += loss.detach()  # drops the graph; .item() here would wait for the GPU
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)  # so that true gradients are clipped
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         scaler.step(optimizer)
-        scale = scaler.get_scale()  # read after step, which waits anyway: earlier it would stall
+        scale = scaler.get_scale()  # read here: step has waited for the GPU, update changes it
         scaler.update()
         if scaler.get_scale() >= scale:  # else the gradients overflowed and the step was skipped
             scheduler.step()  # once a batch, not once an epoch
@@ -137,13 +137,13 @@ def main():
     torch.manual_seed(args.seed)
 
     train_loader, test_loader = load_data(args)
-    # Convolutions are fastest with the channels last in memory, but not right in all MPS versions.
+    # Channels last in memory makes convolutions fastest, but some MPS versions get it wrong.
     layout = torch.contiguous_format if args.device == "mps" else torch.channels_last
     model = build_model(args.width).to(device, memory_format=layout)
 
     # So few updates need a shorter memory than that of Adam's own betas, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    total_steps = args.epochs * len(train_loader)
+    total_steps = args.epochs * len(train_loader)  # cycle_momentum would overwrite the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=total_steps, cycle_momentum=False)
     old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)
     dtype = getattr(torch, args.dtype or ("float16" if old_gpu else "bfloat16"))
@@ -154,7 +154,7 @@ def main():
     header += f" | {dtype}"
     print(header, flush=True)
     for epoch in range(1, args.epochs + 1):
-        start = time.perf_counter()
+        start = time.perf_counter()  # right: train ends with .item(), which awaits the GPU
         loss = train(model, train_loader, optimizer, scheduler, device, dtype, scaler)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
         accuracy = evaluate(model, test_loader, device) / len(test_loader.dataset)

@@ -49,11 +49,11 @@ def parse_args():
     return args
 
 
-# All that is MNIST, to be replaced by your data and model: from here to the end of build_model.
+# All that is MNIST, for you to replace: down to build_model, and lr, betas and label_smoothing.
 class InMemory(TensorDataset):
-    """Fetches a batch at once, not image by image; for other datasets, drop collate_fn=tuple."""
+    """Indexes a whole batch at once; with any other dataset, remove collate_fn=tuple below."""
 
-    def __getitems__(self, indices):
+    def __getitems__(self, indices):  # the DataLoader calls it with all indices of a batch
         return tuple(tensor.index_select(0, torch.tensor(indices)) for tensor in self.tensors)
 
 
@@ -88,15 +88,15 @@ def build_model(width):
 
 
 def train(model, loader, optimizer, scheduler, device):
-    """Train for one epoch and return the mean loss: its .item() waits until the GPU is done."""
+    """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = torch.zeros((), device=device)
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # pinned: does not wait
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory: async
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = cross_entropy(logits, targets, label_smoothing=0.05)
-        total_loss += loss.detach()  # without its graph; .item() would wait every time
+        total_loss += loss.detach()  # drops the graph; .item() here would wait for the GPU
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
@@ -129,7 +129,7 @@ def main():
     torch.manual_seed(args.seed)
 
     train_loader, test_loader = load_data(args)
-    # Convolutions are fastest with the channels last in memory, but not right in all MPS versions.
+    # Channels last in memory makes convolutions fastest, but some MPS versions get it wrong.
     layout = torch.contiguous_format if args.device == "mps" else torch.channels_last
     model = build_model(args.width).to(device, memory_format=layout)
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
@@ -137,7 +137,7 @@ def main():
 
     # So few updates need a shorter memory than that of Adam's own betas, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    total_steps = args.epochs * len(train_loader)
+    total_steps = args.epochs * len(train_loader)  # cycle_momentum would overwrite the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=total_steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
@@ -145,7 +145,7 @@ def main():
     header += f" | {gpus} GPUs" + (": no DataParallel" if gpus < 2 else "")
     print(header, flush=True)
     for epoch in range(1, args.epochs + 1):
-        start = time.perf_counter()
+        start = time.perf_counter()  # right: train ends with .item(), which awaits the GPU
         loss = train(parallel_model, train_loader, optimizer, scheduler, device)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
         accuracy = evaluate(model, test_loader, device) / len(test_loader.dataset)

@@ -3,9 +3,9 @@
     torchrun --standalone --nproc_per_node=4 07_ddp.py --checkpoint run.pt  # or sbatch slurm/ddp.sh
     git diff --no-index -w 02_train_gpu.py 07_ddp.py
 
-Small models gain nothing: every step sums all gradients over all processes. --batch-size is shared
-out: any number of processes trains the model that one trains. Batch norm sees a share: on GPUs take
-nn.SyncBatchNorm. A finished epoch is in --checkpoint, from where the same command goes on exactly.
+Small models gain nothing: every step averages all gradients over all processes. --batch-size is
+shared out, so that one process of 07 or many train the same model. Batch norm sees a share: on GPUs
+take nn.SyncBatchNorm. --checkpoint keeps the last finished epoch: the same command goes on there.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -50,17 +50,17 @@ def parse_args():
     return args
 
 
-# All that is MNIST, to be replaced by your data and model: from here to the end of build_model.
+# All that is MNIST, for you to replace: down to build_model, and lr, betas and label_smoothing.
 class InMemory(TensorDataset):
-    """Fetches a batch at once, not image by image; for other datasets, drop collate_fn=tuple."""
+    """Indexes a whole batch at once; with any other dataset, remove collate_fn=tuple below."""
 
-    def __getitems__(self, indices):
+    def __getitems__(self, indices):  # the DataLoader calls it with all indices of a batch
         return tuple(tensor.index_select(0, torch.tensor(indices)) for tensor in self.tensors)
 
 
 def load_data(args):
     """Two DataLoaders: inputs float32 [B, 1, 28, 28], mean 0, deviation 1; targets int64 [B]."""
-    if os.environ["LOCAL_RANK"] == "0":  # one process a node fetches the data, if they are missing
+    if os.environ["LOCAL_RANK"] == "0":  # one a node; on a shared disk, run 02 before
         datasets.MNIST(args.data_dir, download=True)
     dist.barrier()
     sets = []
@@ -70,9 +70,9 @@ def load_data(args):
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     train_set, test_set = sets
     shared = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
-    # Testing takes a range: DistributedSampler would repeat or drop images to make shares equal.
     share = args.batch_size // dist.get_world_size()
     train_sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # A range, as DistributedSampler would repeat or drop test images to make the shares equal.
     test_sampler = range(dist.get_rank(), len(test_set), dist.get_world_size())
     train_loader = DataLoader(train_set, share, sampler=train_sampler, drop_last=True, **shared)
     test_loader = DataLoader(test_set, share, sampler=test_sampler, **shared)
@@ -96,21 +96,21 @@ def build_model(width):
 
 
 def train(model, loader, optimizer, scheduler, device):
-    """Train for one epoch and return the mean loss: its .item() waits until the GPU is done."""
+    """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = torch.zeros((), device=device)
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # pinned: does not wait
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory: async
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = cross_entropy(logits, targets, label_smoothing=0.05)
-        total_loss += loss.detach()  # without its graph; .item() would wait every time
+        total_loss += loss.detach()  # drops the graph; .item() here would wait for the GPU
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         scheduler.step()  # once a batch, not once an epoch
         optimizer.zero_grad()
-    dist.all_reduce(total_loss)
+    dist.all_reduce(total_loss)  # the sum over all processes
     return total_loss.item() / len(loader) / dist.get_world_size()
 
 
@@ -155,7 +155,7 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         gpus = torch.cuda.device_count()
-        if 0 < gpus <= local_rank:
+        if 0 < gpus <= local_rank:  # without any, torch says so
             raise SystemExit(f"more processes than GPUs: use --nproc_per_node={gpus}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -168,14 +168,14 @@ def main():
     torch.manual_seed(args.seed)
 
     train_loader, test_loader = load_data(args)
-    # Convolutions are fastest with the channels last in memory, but not right in all MPS versions.
+    # Channels last in memory makes convolutions fastest, but some MPS versions get it wrong.
     layout = torch.contiguous_format if args.device == "mps" else torch.channels_last
     model = build_model(args.width).to(device, memory_format=layout)
-    ddp_model = nn.parallel.DistributedDataParallel(model)
+    ddp_model = nn.parallel.DistributedDataParallel(model)  # its backward averages gradients
 
     # So few updates need a shorter memory than that of Adam's own betas, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    total_steps = args.epochs * len(train_loader)
+    total_steps = args.epochs * len(train_loader)  # cycle_momentum would overwrite the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=total_steps, cycle_momentum=False)
 
     names = "epochs", "batch_size", "lr", "width", "limit", "seed"
@@ -191,8 +191,8 @@ def main():
         print(header, flush=True)
     for epoch in range(done + 1, args.epochs + 1):
         train_loader.sampler.set_epoch(epoch)  # else every epoch has the same order
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # its own dropout, also after a resume
-        start = time.perf_counter()
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # other dropout in each, also resumed
+        start = time.perf_counter()  # right: train ends with .item(), which awaits the GPU
         loss = train(ddp_model, train_loader, optimizer, scheduler, device)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
         accuracy = evaluate(model, test_loader, device) / len(test_loader.dataset)

@@ -51,11 +51,11 @@ def parse_args():
     return args
 
 
-# All that is MNIST, to be replaced by your data and model: from here to the end of build_model.
+# All that is MNIST, for you to replace: down to build_model, and lr, betas and label_smoothing.
 class InMemory(TensorDataset):
-    """Fetches a batch at once, not image by image; for other datasets, drop collate_fn=tuple."""
+    """Indexes a whole batch at once; with any other dataset, remove collate_fn=tuple below."""
 
-    def __getitems__(self, indices):
+    def __getitems__(self, indices):  # the DataLoader calls it with all indices of a batch
         return tuple(tensor.index_select(0, torch.tensor(indices)) for tensor in self.tensors)
 
 
@@ -90,16 +90,16 @@ def build_model(width):
 
 
 def train(model, loader, optimizer, scheduler, device, prof):
-    """Train for one epoch and return the mean loss: its .item() waits until the GPU is done."""
+    """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = torch.zeros((), device=device)
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # pinned: does not wait
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory: async
         targets = targets.to(device, non_blocking=loader.pin_memory)
         with record_function("forward"):
             logits = model(inputs)
             loss = cross_entropy(logits, targets, label_smoothing=0.05)
-        total_loss += loss.detach()  # without its graph; .item() would wait every time
+        total_loss += loss.detach()  # drops the graph; .item() here would wait for the GPU
         with record_function("backward"):
             loss.backward()
         with record_function("optimizer"):
@@ -135,26 +135,26 @@ def main():
     torch.manual_seed(args.seed)
 
     train_loader, test_loader = load_data(args)
-    # Convolutions are fastest with the channels last in memory, but not right in all MPS versions.
+    # Channels last in memory makes convolutions fastest, but some MPS versions get it wrong.
     layout = torch.contiguous_format if args.device == "mps" else torch.channels_last
     model = build_model(args.width).to(device, memory_format=layout)
 
     # So few updates need a shorter memory than that of Adam's own betas, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    total_steps = args.epochs * len(train_loader)
+    total_steps = args.epochs * len(train_loader)  # cycle_momentum would overwrite the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=total_steps, cycle_momentum=False)
 
     wait = len(train_loader) - 4  # so that the active steps are the last of the first epoch
     if wait < 0:
         raise SystemExit("an epoch needs 4 steps here: lower --batch-size or raise --limit")
-    torch.autograd.set_multithreading_enabled(False)  # else backward's kernels are not its own
+    torch.autograd.set_multithreading_enabled(False)  # else "backward" misses its kernels
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
     header += f" | batch {args.batch_size} | width {args.width}"
     print(header, flush=True)
     with profile(schedule=schedule(wait=wait, warmup=1, active=3, repeat=1)) as prof:
         for epoch in range(1, args.epochs + 1):
-            start = time.perf_counter()
+            start = time.perf_counter()  # right: train ends with .item(), which awaits the GPU
             loss = train(model, train_loader, optimizer, scheduler, device, prof)
             speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
             accuracy = evaluate(model, test_loader, device) / len(test_loader.dataset)
@@ -166,14 +166,14 @@ def main():
                 save(model.state_dict(), args.save)
             print(result, flush=True)
 
-    gpu = [event.time_range for event in prof.events() if event.device_type.name != "CPU"]
-    times = gpu or [event.time_range for event in prof.events()]
-    span = max(time.end for time in times) - min(time.start for time in times)
-    own = "device_time_total" if gpu else "cpu_time_total"
     rows = prof.key_averages()
     cpu = {row.key: row for row in rows if row.device_type.name == "CPU"}
-    rows[:] = [*cpu.values(), *(row for row in rows if row.key not in cpu)]  # no region as a kernel
+    gpu = [row for row in rows if row.key not in cpu]  # ran there; regions count as CPU
+    own = "device_time_total" if gpu else "cpu_time_total"
+    rows[:] = [*cpu.values(), *gpu]
     print(rows.table(sort_by=f"self_{own}", row_limit=15, max_name_column_width=40))
+    times = [event.time_range for event in prof.events()]
+    span = max(time.end for time in times) - min(time.start for time in times)
     shares = {name: getattr(cpu[name], own) / span for name in ("forward", "backward", "optimizer")}
     shares["data or waiting"] = 1 - sum(shares.values())
     print(f"a step by {own} |", " | ".join(f"{name} {share:.0%}" for name, share in shares.items()))
