@@ -163,13 +163,11 @@ def main():
     print("parameters and gradients, {:,} bytes each | optimizer state, {:,} bytes".format(*sizes))
     if args.device == "cuda":
         inputs, targets = (tensor.to(device) for tensor in next(iter(train_loader)))
-        for segments in 1, args.segments:  # 1: without checkpointing
+        for count in 1, args.segments:  # 1: without checkpointing
             torch.cuda.reset_peak_memory_stats()
-            logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)
+            logits = checkpoint_sequential(model, count, inputs, use_reentrant=False)
             cross_entropy(logits, targets).backward()
-            print(
-                f"peak of a step, {segments} segments | {torch.cuda.max_memory_allocated():,} bytes"
-            )
+            print(f"peak of a step, {count} segments | {torch.cuda.max_memory_allocated():,} bytes")
             optimizer.zero_grad()
         for moment in "before", "after":  # freed memory stays reserved for PyTorch until then
             sizes = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
