@@ -32,7 +32,7 @@ def in_namespace(lines, *words):
     mounts = [*unshare, READ_ONLY + "mount -t tmpfs tmpfs /tmp", ROOT]
     if not shutil.which("unshare") or subprocess.call(mounts) != 0:
         pytest.skip("needs unshare -mn and mount")
-    options = {"capture_output": True, "text": True, "timeout": 120}
+    options = {"capture_output": True, "text": True, "errors": "replace", "timeout": 120}
     return subprocess.run([*unshare, lines, *words], check=False, **options)
 
 
