@@ -40,7 +40,8 @@ def pytest_collection_modifyitems(items):
 
 def load(script):
     """Import a script, whose name is no identifier, as a module."""
-    spec = importlib.util.spec_from_file_location(f"script_{script[:2]}", ROOT / script)
+    name = f"script_{Path(script).name[:2]}"
+    spec = importlib.util.spec_from_file_location(name, ROOT / script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -66,6 +67,7 @@ def run(script, *flags, torchrun=("--standalone", "--nproc_per_node=1"), env=Non
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1" if Path(script).name.startswith("07") else "2",
+            "PYTHONWARNINGS": "error",  # for the processes that torchrun starts
             **(env or {}),
         },
         capture_output=True,
