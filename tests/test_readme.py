@@ -12,6 +12,8 @@ import sys
 import pytest
 import torch
 from conftest import EPOCH, FAMILY, HEADER, ROOT, free_port, load
+from PIL import Image
+from torchvision.datasets import MNIST
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(
@@ -172,12 +174,9 @@ def test_patched_to_mixed_precision(name, plain, trained, monkeypatch, tmp_path)
 
 def test_snippets_run(short, tmp_path):
     """Predicting from saved weights, as written; the image is drawn by the test set."""
-    import torchvision
-
     shutil.copy(short("02_train_gpu.py")[1], tmp_path / "model.pt")
     shutil.copy(ROOT / "02_train_gpu.py", tmp_path)
-    image = torchvision.datasets.MNIST(ROOT / "data", train=False).data[:1]
-    torchvision.io.write_png(image, str(tmp_path / "digit.png"))
+    Image.fromarray(MNIST(ROOT / "data", train=False).data[0].numpy()).save(tmp_path / "digit.png")
     snippet = next(s for s in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "digit" in s)
     command = [sys.executable, "-c", snippet]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
