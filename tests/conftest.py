@@ -7,6 +7,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 FAMILY = sorted(path.name for path in ROOT.glob("0[2-9]_*.py"))
 SHORT = ["--device", "cpu", "--limit", "2000", "--epochs", "2", "--batch-size", "96"]
+COMPILED = tempfile.TemporaryDirectory()  # torch's own folder may hold another processor's code
 IN_PAIRS = {"OMP_NUM_THREADS": "1", "TORCH_LOGS": "recompiles,graph_breaks"}
 HEADER = re.compile(
     r"(\S+) \| torch (\S+) \| ([\d,]+) images \| batch (\d+) \| width (\d+)(?: \| (.*))?"
@@ -67,6 +69,7 @@ def run(script, *flags, torchrun=("--standalone", "--nproc_per_node=1"), env=Non
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1" if Path(script).name.startswith("07") else "2",
+            "TORCHINDUCTOR_CACHE_DIR": COMPILED.name,
             "PYTHONWARNINGS": "error",  # for the processes that torchrun starts
             **(env or {}),
         },
