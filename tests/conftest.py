@@ -1,10 +1,9 @@
-"""What the tests share: how a user runs a script, what it prints, and tiny data sets."""
+"""What the tests share: how a user runs a script and what it prints."""
 
 import importlib.util
 import os
 import re
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -90,14 +89,6 @@ def results(done):
     return [(int(epoch[1]), float(epoch[3]), float(epoch[4])) for epoch in epochs]
 
 
-def fails(done, *words):
-    """Check that a run ended non-zero with a last line on stderr that holds all the words."""
-    assert done.returncode != 0, done.stdout
-    last = done.stderr.strip().splitlines()[-1]
-    assert all(word in last for word in words), done.stderr
-    assert "epoch 1/" not in done.stdout
-
-
 @pytest.fixture(scope="session")
 def short(tmp_path_factory):
     """short(script): the process and the saved weights of its short run. All run once, in pairs."""
@@ -116,26 +107,3 @@ def short(tmp_path_factory):
 
     with ThreadPool(2) as pool:
         yield short
-
-
-def write_mnist(folder, train=1003, test=101):
-    """Write a learnable data set of any size in MNIST's own, unpacked, file format."""
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(0)
-    for name, count in ("train", train), ("t10k", test):
-        targets = torch.randint(10, (count,), generator=generator, dtype=torch.uint8)
-        images = torch.randint(64, (count, 28, 28), generator=generator, dtype=torch.uint8)
-        for image, target in zip(images, targets):
-            image[2 * target : 2 * target + 4] += 128  # a bright bar: its height is the digit
-        header = struct.pack(">4i", 0x803, count, 28, 28)
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(header + images.numpy().tobytes())
-        header = struct.pack(">2i", 0x801, count)
-        (raw / f"{name}-labels-idx1-ubyte").write_bytes(header + targets.numpy().tobytes())
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """A data folder of 1003 training and 101 test images, sizes that nothing divides."""
-    return write_mnist(tmp_path_factory.mktemp("tiny"))

@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,16 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import HEADER, ROOT, command, load, results, run
+from conftest import HEADER, ROOT, command, free_port, load, results, run
 
 FLAGS = ["--device", "cpu", "--limit", "1003", "--batch-size", "60"]  # 1003: nothing divides it
 TWO = ["--standalone", "--nproc_per_node=2"]
 started = []
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def start(*flags, torchrun=TWO, probe=()):
