@@ -192,7 +192,7 @@ def main():
     for epoch in range(done + 1, args.epochs + 1):
         train_loader.sampler.set_epoch(epoch)  # else every epoch has the same order
         torch.manual_seed(hash((args.seed, epoch, rank)))  # other dropout in each, also resumed
-        start = time.perf_counter()  # right: train ends with .item(), which awaits the GPU
+        start = time.perf_counter()  # true time: train's .item() awaits the GPU
         loss = train(ddp_model, train_loader, optimizer, scheduler, device)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
         accuracy = evaluate(model, test_loader, device) / len(test_loader.dataset)

@@ -154,7 +154,7 @@ def main():
     print(header, flush=True)
     with profile(schedule=schedule(wait=wait, warmup=1, active=3, repeat=1)) as prof:
         for epoch in range(1, args.epochs + 1):
-            start = time.perf_counter()  # right: train ends with .item(), which awaits the GPU
+            start = time.perf_counter()  # true time: train's .item() awaits the GPU
             loss = train(model, train_loader, optimizer, scheduler, device, prof)
             speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
             accuracy = evaluate(model, test_loader, device) / len(test_loader.dataset)
