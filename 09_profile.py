@@ -44,7 +44,7 @@ def parse_args():
     parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
     parser.add_argument("--seed", type=int, default=0, help="of weights and shuffling")
     parser.add_argument("--save", help="file for the trained weights")
-    parser.add_argument("--trace", default="trace.json", help="file for the timeline")
+    parser.add_argument("--trace", default="trace.json", help="timeline, for ui.perfetto.dev")
     args = parser.parse_args()
     if args.width is None:
         args.width = 256 if args.device == "cuda" else 8
@@ -178,6 +178,7 @@ def main():
     shares["data or waiting"] = 1 - sum(shares.values())
     print(f"a step by {own} |", " | ".join(f"{name} {share:.0%}" for name, share in shares.items()))
     prof.export_chrome_trace(args.trace)
+    print(f"trace | {args.trace} | {os.path.getsize(args.trace):,} bytes")  # else only logged
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def test_profile(short):
     shares = [float(match[1]) for match in map(re.compile(r".*? ([\d.]+)% ").match, lines) if match]
     assert len(shares) == 15
     assert shares == sorted(shares, reverse=True) and shares[0] > 10
-    parts = re.findall(r"(\w[\w ]*) (\d+)%", done.stdout.splitlines()[-1])
+    parts = re.findall(r"(\w[\w ]*) (\d+)%", done.stdout.splitlines()[-2])
     assert [name for name, _ in parts] == ["forward", "backward", "optimizer", "data or waiting"]
     assert sum(int(share) for _, share in parts) == pytest.approx(100, abs=2)
 
@@ -247,6 +247,13 @@ def test_profile_never_spans_an_evaluation(monkeypatch, tmp_path):
     names = recorded(tmp_path / "trace.json")
     assert "aten::convolution" in names and "aten::argmax" not in names
     assert sum(name.startswith("ProfilerStep#") for name in names) == 3
+
+
+def test_profile_that_cannot_be_written(monkeypatch):
+    """The profiler only logs it, so the script looks."""
+    monkeypatch.setattr(sys, "argv", ["09_profile.py", *QUICK, "--trace", "/nowhere/trace.json"])
+    with pytest.raises(FileNotFoundError, match=r"/nowhere/trace\.json"):
+        load("09_profile.py").main()
 
 
 if __name__ == "__main__":
