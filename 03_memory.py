@@ -1,13 +1,14 @@
-"""GPU memory: what takes it, and activation checkpointing to lower the peak of a step.
+"""Activation checkpointing (gradient checkpointing): less peak memory, one more forward pass.
 
     python 03_memory.py --segments 3
     git diff --no-index -w 02_train_gpu.py 03_memory.py
 
-It pays in deep models: this one has two convolutions, and saves a fifth. It saves activations only
-and costs most of another forward pass, in which batch norm moves its statistics again. The model is
-cut into segments: their inputs are kept, all but the last are computed anew in the backward pass.
-More segments are not always better: measure the peak. A model that is no nn.Sequential, or is under
-DDP, calls checkpoint(block, x, use_reentrant=False) of torch.utils.checkpoint in its forward.
+It pays off in deep models: this one has only two convolutions and saves a fifth. The model is split
+into segments. Each keeps only its input; in the backward pass, the activations of all segments but
+the last are recomputed, and BatchNorm layers update their running statistics a second time. More
+segments do not always need less memory: on CUDA, compare the peaks in the last lines (README.md has
+figures for CPUs). If your model is not an nn.Sequential, call torch.utils.checkpoint.checkpoint in
+its forward method.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -17,71 +18,64 @@ DDP, calls checkpoint(block, x, use_reentrant=False) of torch.utils.checkpoint i
 # ///
 
 import argparse
-import os
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.data import DataLoader, TensorDataset
-from torchvision import datasets
+from torchvision.datasets import MNIST
 
 
 def parse_args():
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    data_dir = Path(__file__).resolve().with_name("data")
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=formatter)
-    parser.add_argument("--data-dir", default=data_dir, help="holds MNIST/raw, or will")
-    parser.add_argument("--device", choices=["cuda", "cpu", "mps"], default=device, help="mps: Mac")
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the training set")
-    parser.add_argument("--batch-size", type=int, default=480, help="images per update")
-    parser.add_argument("--lr", type=float, default=0.015, help="the peak of the schedule")
-    parser.add_argument("--width", type=int, help="channels, layer 1; None: 256 on cuda, else 8")
-    parser.add_argument("--limit", type=int, help="only the first N images of each set")
-    parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and shuffling")
-    parser.add_argument("--save", help="file for the trained weights")
-    parser.add_argument("--segments", type=int, choices=range(1, 10), default=3, help="1: as 02")
+    parser = argparse.ArgumentParser()
+    add = parser.add_argument
+    add("--data-dir", default=Path(__file__).resolve().with_name("data"), help="folder for MNIST")
+    add("--device", choices=["cuda", "cpu", "mps"], default=device, help="default: cuda, else cpu")
+    add("--epochs", type=int, default=2, help="passes over the training set (default: %(default)s)")
+    add("--batch-size", type=int, default=480, help="images per update (default: %(default)s)")
+    add("--lr", type=float, default=0.015, help="peak learning rate (default: %(default)s)")
+    add("--width", type=int, help="channels of layer 1 (default: 256 on CUDA, otherwise 8)")
+    add("--limit", type=int, help="use only the first LIMIT images of each set")
+    add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
+    add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
+    add("--save", help="file for the weights, written after every epoch (to resume, see 07)")
+    add("--segments", type=int, choices=range(1, 10), default=3, help="default: %(default)s")
     args = parser.parse_args()
-    if args.width is None:
-        args.width = 256 if args.device == "cuda" else 8
+    args.width = args.width or (256 if args.device == "cuda" else 8)
     return args
 
 
-# All that is MNIST, for you to replace: down to build_model, and lr, betas and label_smoothing.
-class InMemory(TensorDataset):
-    """Indexes a whole batch at once; with any other dataset, remove collate_fn=tuple below."""
-
-    def __getitems__(self, indices):  # the DataLoader calls it with all indices of a batch
-        return tuple(tensor.index_select(0, torch.tensor(indices)) for tensor in self.tensors)
+# For your own data, replace InMemory (and collate_fn, which belongs to it), load_data, build_model.
+class InMemory(TensorDataset):  # returns a whole batch at once, which is faster than image by image
+    def __getitems__(self, indices):  # the DataLoader calls this once per batch
+        return tuple(tensor[indices] for tensor in self.tensors)
 
 
 def load_data(args):
-    """Two DataLoaders: inputs float32 [B, 1, 28, 28], mean 0, deviation 1; targets int64 [B]."""
+    """Return DataLoaders of normalized float32 images [B, 1, 28, 28] and int64 classes [B]."""
     sets = []
     for is_train in True, False:
-        mnist = datasets.MNIST(args.data_dir, is_train, download=True)  # unless it is there
-        images = mnist.data[: args.limit, None].float().div_(255).sub_(0.1307).div_(0.3081)
+        mnist = MNIST(args.data_dir, train=is_train, download=True)
+        images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    train_set, test_set = sets
-    shared = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
-    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True, **shared)
-    test_loader = DataLoader(test_set, args.batch_size, **shared)
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
+    train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
-    return train_loader, test_loader
+    return train_loader, DataLoader(sets[1], args.batch_size, **common)
 
 
 def build_model(width):
     return nn.Sequential(
-        nn.Conv2d(1, width, kernel_size=6, stride=2),  # 28 x 28 to 12 x 12
+        nn.Conv2d(1, width, kernel_size=6, stride=2),  # 28 x 28 -> 12 x 12
         nn.ReLU(),
-        nn.Conv2d(width, 2 * width, kernel_size=3),  # to 10 x 10
-        nn.MaxPool2d(2),  # to 5 x 5
+        nn.Conv2d(width, 2 * width, kernel_size=3),  # -> 10 x 10
+        nn.MaxPool2d(2),  # -> 5 x 5
         nn.ReLU(),
         nn.Flatten(),
         nn.Linear(2 * width * 5 * 5, 256),
@@ -93,88 +87,87 @@ def build_model(width):
 def train(model, loader, optimizer, scheduler, device, segments):
     """Train for one epoch and return the mean loss."""
     model.train()
-    total_loss = torch.zeros((), device=device)
+    total_loss = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory: async
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous, if pinned
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)
-        loss = cross_entropy(logits, targets, label_smoothing=0.05)
-        total_loss += loss.detach()  # drops the graph; .item() here would wait for the GPU
+        loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
+        total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
-        scheduler.step()  # once a batch, not once an epoch
+        scheduler.step()  # once per batch, not once per epoch
         optimizer.zero_grad()
     return total_loss.item() / len(loader)
 
 
 @torch.inference_mode()
 def evaluate(model, loader, device):
-    """Return how many images are classified correctly."""
     model.eval()
-    correct = torch.zeros((), dtype=torch.int64, device=device)
+    correct = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)
-        targets = targets.to(device, non_blocking=loader.pin_memory)
-        correct += (model(inputs).argmax(dim=1) == targets).sum()
-    return correct.item()
+        correct += (model(inputs.to(device)).argmax(dim=1) == targets.to(device)).sum()
+    return correct.item() / len(loader.dataset)  # the accuracy
 
 
 def save(state, path):
-    """Write aside, then rename: a kill or a full disk leaves an older file whole."""
-    torch.save(state, f"{path}.new")
-    os.replace(f"{path}.new", path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+        torch.save(state, f"{folder}/new")
+        Path(folder, "new").replace(path)  # an interrupted save leaves the older file intact
 
 
 def main():
     args = parse_args()
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
-
     train_loader, test_loader = load_data(args)
-    # Channels last in memory makes convolutions fastest, but some MPS versions get it wrong.
-    layout = torch.contiguous_format if args.device == "mps" else torch.channels_last
-    model = build_model(args.width).to(device, memory_format=layout)
+    model = build_model(args.width).to(device)
+    if args.device != "mps":  # where some PyTorch versions compute wrong results in this format
+        model.to(memory_format=torch.channels_last)  # the fastest memory format for convolutions
 
-    # So few updates need a shorter memory than that of Adam's own betas, 0.9 and 0.999.
+    # Only 250 updates follow, so the betas are lower than Adam's defaults, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    total_steps = args.epochs * len(train_loader)  # cycle_momentum would overwrite the betas
-    scheduler = OneCycleLR(optimizer, args.lr, total_steps=total_steps, cycle_momentum=False)
+    steps = args.epochs * len(train_loader)  # cycle_momentum=True would overwrite the betas
+    scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
     header += f" | batch {args.batch_size} | width {args.width}"
     header += f" | {args.segments} segments"
     print(header, flush=True)
     for epoch in range(1, args.epochs + 1):
-        start = time.perf_counter()  # true time: train's .item() awaits the GPU
+        start = time.perf_counter()  # train ends with .item(), which waits for the GPU
         loss = train(model, train_loader, optimizer, scheduler, device, args.segments)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
-        accuracy = evaluate(model, test_loader, device) / len(test_loader.dataset)
+        accuracy = evaluate(model, test_loader, device)
         result = f"epoch {epoch}/{args.epochs} | loss {loss:.4f} | accuracy {accuracy:.2%}"
         result += f" | {speed:,.0f} images/s"
         if args.device == "cuda":
             result += f" | gpu memory {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB"
+        if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
+            raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
         if args.save:
             save(model.state_dict(), args.save)
         print(result, flush=True)
 
     state = [tensor for states in optimizer.state.values() for tensor in states.values()]
-    sizes = [sum(each.nbytes for each in group) for group in (model.parameters(), state)]
+    sizes = [sum(tensor.nbytes for tensor in group) for group in (model.parameters(), state)]
     print("parameters and gradients, {:,} bytes each | optimizer state, {:,} bytes".format(*sizes))
     if args.device == "cuda":
+        model.train()
         inputs, targets = (tensor.to(device) for tensor in next(iter(train_loader)))
-        for count in 1, args.segments:  # 1: without checkpointing
+        for segments in 1, args.segments:  # 1: without checkpointing
             torch.cuda.reset_peak_memory_stats()
-            logits = checkpoint_sequential(model, count, inputs, use_reentrant=False)
-            cross_entropy(logits, targets).backward()
-            print(f"peak of a step, {count} segments | {torch.cuda.max_memory_allocated():,} bytes")
+            logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)
+            nn.functional.cross_entropy(logits, targets).backward()
+            peak = torch.cuda.max_memory_allocated()
+            print(f"peak of a forward and backward pass, {segments} segments | {peak:,} bytes")
             optimizer.zero_grad()
-        for moment in "before", "after":  # freed memory stays reserved for PyTorch until then
+        for moment in "before", "after":  # the caching allocator keeps freed memory reserved
             sizes = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             print("{} empty_cache | allocated {:,} | reserved {:,} bytes".format(moment, *sizes))
             torch.cuda.empty_cache()
-    else:
-        print("peak of a step | only a CUDA device counts it: see README.md for a CPU's")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@
     python 05_amp.py --dtype float16
     git diff --no-index -w 02_train_gpu.py 05_amp.py
 
-No gain on small models, nor without 16-bit units: a CPU that lacks them is slower, with float16
-many times. bfloat16, for CUDA GPUs of capability 8.0 or more, has the range of float32. float16 is
-for older ones: gradients leave its range, so a GradScaler scales the loss, skips the steps that
-overflow, the first few among them, and waits for the GPU every step. Evaluation stays in float32,
-to be compared with 02: put autocast there too, if its speed matters.
+It needs a model that keeps the GPU busy, and hardware support for 16-bit types: Tensor Cores on
+GPUs, AVX512-BF16 or AMX on CPUs. Without it, a CPU becomes slower. bfloat16 has the range of
+float32 and needs no loss scaling. float16 is for older GPUs: small gradients underflow, so a
+GradScaler scales the loss. It skips steps whose gradients overflow, often the first few, and waits
+for the GPU in every step. Evaluation stays in float32, to be comparable with 02.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -18,70 +18,63 @@ to be compared with 02: put autocast there too, if its speed matters.
 # ///
 
 import argparse
-import os
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
-from torchvision import datasets
+from torchvision.datasets import MNIST
 
 
 def parse_args():
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    data_dir = Path(__file__).resolve().with_name("data")
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=formatter)
-    parser.add_argument("--data-dir", default=data_dir, help="holds MNIST/raw, or will")
-    parser.add_argument("--device", choices=["cuda", "cpu", "mps"], default=device, help="mps: Mac")
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the training set")
-    parser.add_argument("--batch-size", type=int, default=480, help="images per update")
-    parser.add_argument("--lr", type=float, default=0.015, help="the peak of the schedule")
-    parser.add_argument("--width", type=int, help="channels, layer 1; None: 256 on cuda, else 8")
-    parser.add_argument("--limit", type=int, help="only the first N images of each set")
-    parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and shuffling")
-    parser.add_argument("--save", help="file for the trained weights")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16"], help="None: by the device")
+    parser = argparse.ArgumentParser()
+    add = parser.add_argument
+    add("--data-dir", default=Path(__file__).resolve().with_name("data"), help="folder for MNIST")
+    add("--device", choices=["cuda", "cpu", "mps"], default=device, help="default: cuda, else cpu")
+    add("--epochs", type=int, default=2, help="passes over the training set (default: %(default)s)")
+    add("--batch-size", type=int, default=480, help="images per update (default: %(default)s)")
+    add("--lr", type=float, default=0.015, help="peak learning rate (default: %(default)s)")
+    add("--width", type=int, help="channels of layer 1 (default: 256 on CUDA, otherwise 8)")
+    add("--limit", type=int, help="use only the first LIMIT images of each set")
+    add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
+    add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
+    add("--save", help="file for the weights, written after every epoch (to resume, see 07)")
+    add("--dtype", choices=["bfloat16", "float16"], help="default: bfloat16, on old GPUs float16")
     args = parser.parse_args()
-    if args.width is None:
-        args.width = 256 if args.device == "cuda" else 8
+    args.width = args.width or (256 if args.device == "cuda" else 8)
     return args
 
 
-# All that is MNIST, for you to replace: down to build_model, and lr, betas and label_smoothing.
-class InMemory(TensorDataset):
-    """Indexes a whole batch at once; with any other dataset, remove collate_fn=tuple below."""
-
-    def __getitems__(self, indices):  # the DataLoader calls it with all indices of a batch
-        return tuple(tensor.index_select(0, torch.tensor(indices)) for tensor in self.tensors)
+# For your own data, replace InMemory (and collate_fn, which belongs to it), load_data, build_model.
+class InMemory(TensorDataset):  # returns a whole batch at once, which is faster than image by image
+    def __getitems__(self, indices):  # the DataLoader calls this once per batch
+        return tuple(tensor[indices] for tensor in self.tensors)
 
 
 def load_data(args):
-    """Two DataLoaders: inputs float32 [B, 1, 28, 28], mean 0, deviation 1; targets int64 [B]."""
+    """Return DataLoaders of normalized float32 images [B, 1, 28, 28] and int64 classes [B]."""
     sets = []
     for is_train in True, False:
-        mnist = datasets.MNIST(args.data_dir, is_train, download=True)  # unless it is there
-        images = mnist.data[: args.limit, None].float().div_(255).sub_(0.1307).div_(0.3081)
+        mnist = MNIST(args.data_dir, train=is_train, download=True)
+        images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    train_set, test_set = sets
-    shared = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
-    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True, **shared)
-    test_loader = DataLoader(test_set, args.batch_size, **shared)
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
+    train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
-    return train_loader, test_loader
+    return train_loader, DataLoader(sets[1], args.batch_size, **common)
 
 
 def build_model(width):
     return nn.Sequential(
-        nn.Conv2d(1, width, kernel_size=6, stride=2),  # 28 x 28 to 12 x 12
+        nn.Conv2d(1, width, kernel_size=6, stride=2),  # 28 x 28 -> 12 x 12
         nn.ReLU(),
-        nn.Conv2d(width, 2 * width, kernel_size=3),  # to 10 x 10
-        nn.MaxPool2d(2),  # to 5 x 5
+        nn.Conv2d(width, 2 * width, kernel_size=3),  # -> 10 x 10
+        nn.MaxPool2d(2),  # -> 5 x 5
         nn.ReLU(),
         nn.Flatten(),
         nn.Linear(2 * width * 5 * 5, 256),
@@ -93,58 +86,55 @@ def build_model(width):
 def train(model, loader, optimizer, scheduler, device, dtype, scaler):
     """Train for one epoch and return the mean loss."""
     model.train()
-    total_loss = torch.zeros((), device=device)
+    total_loss = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory: async
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous, if pinned
         targets = targets.to(device, non_blocking=loader.pin_memory)
         with torch.autocast(device.type, dtype):
             logits = model(inputs)
-            loss = cross_entropy(logits, targets, label_smoothing=0.05)
-        total_loss += loss.detach()  # drops the graph; .item() here would wait for the GPU
+            loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
+        total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # so that true gradients are clipped
+        scaler.unscale_(optimizer)  # clip the true gradients, not the scaled ones
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        scale = scaler.get_scale()  # before step, which has to wait for the GPU anyway
         scaler.step(optimizer)
-        scale = scaler.get_scale()  # read here: step has waited for the GPU, update changes it
         scaler.update()
-        if scaler.get_scale() >= scale:  # else the gradients overflowed and the step was skipped
-            scheduler.step()  # once a batch, not once an epoch
+        if scaler.get_scale() >= scale:  # a lower scale means that the step was skipped
+            scheduler.step()  # once per batch, not once per epoch
         optimizer.zero_grad()
     return total_loss.item() / len(loader)
 
 
 @torch.inference_mode()
 def evaluate(model, loader, device):
-    """Return how many images are classified correctly."""
     model.eval()
-    correct = torch.zeros((), dtype=torch.int64, device=device)
+    correct = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)
-        targets = targets.to(device, non_blocking=loader.pin_memory)
-        correct += (model(inputs).argmax(dim=1) == targets).sum()
-    return correct.item()
+        correct += (model(inputs.to(device)).argmax(dim=1) == targets.to(device)).sum()
+    return correct.item() / len(loader.dataset)  # the accuracy
 
 
 def save(state, path):
-    """Write aside, then rename: a kill or a full disk leaves an older file whole."""
-    torch.save(state, f"{path}.new")
-    os.replace(f"{path}.new", path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+        torch.save(state, f"{folder}/new")
+        Path(folder, "new").replace(path)  # an interrupted save leaves the older file intact
 
 
 def main():
     args = parse_args()
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
-
     train_loader, test_loader = load_data(args)
-    # Channels last in memory makes convolutions fastest, but some MPS versions get it wrong.
-    layout = torch.contiguous_format if args.device == "mps" else torch.channels_last
-    model = build_model(args.width).to(device, memory_format=layout)
+    model = build_model(args.width).to(device)
+    if args.device != "mps":  # where some PyTorch versions compute wrong results in this format
+        model.to(memory_format=torch.channels_last)  # the fastest memory format for convolutions
 
-    # So few updates need a shorter memory than that of Adam's own betas, 0.9 and 0.999.
+    # Only 250 updates follow, so the betas are lower than Adam's defaults, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    total_steps = args.epochs * len(train_loader)  # cycle_momentum would overwrite the betas
-    scheduler = OneCycleLR(optimizer, args.lr, total_steps=total_steps, cycle_momentum=False)
+    steps = args.epochs * len(train_loader)  # cycle_momentum=True would overwrite the betas
+    scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
     old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)
     dtype = getattr(torch, args.dtype or ("float16" if old_gpu else "bfloat16"))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -154,14 +144,16 @@ def main():
     header += f" | {dtype}"
     print(header, flush=True)
     for epoch in range(1, args.epochs + 1):
-        start = time.perf_counter()  # true time: train's .item() awaits the GPU
+        start = time.perf_counter()  # train ends with .item(), which waits for the GPU
         loss = train(model, train_loader, optimizer, scheduler, device, dtype, scaler)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
-        accuracy = evaluate(model, test_loader, device) / len(test_loader.dataset)
+        accuracy = evaluate(model, test_loader, device)
         result = f"epoch {epoch}/{args.epochs} | loss {loss:.4f} | accuracy {accuracy:.2%}"
         result += f" | {speed:,.0f} images/s"
         if args.device == "cuda":
             result += f" | gpu memory {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB"
+        if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
+            raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
         if args.save:
             save(model.state_dict(), args.save)
         print(result, flush=True)

@@ -1,13 +1,13 @@
-"""torch.compile: the model turned into fused kernels in its first step.
+"""torch.compile: trace the model in its first step and generate fused kernels for it.
 
     python 08_compile.py --epochs 4
     git diff --no-index -w 02_train_gpu.py 08_compile.py
 
-It fuses elementwise work and saves launches; convolutions and matrix products stay as they were, so
-a model made of them gains little. The first epoch holds the compilation, seconds to minutes: read
-the speed off a later one. Another shape of input compiles again: hence drop_last=True in training,
-and evaluation with the model as it was. It needs a C++ compiler on a CPU, Triton and a C compiler
-on a GPU. Results differ from those of 02 by rounding.
+It fuses elementwise operations and saves kernel launches. Convolutions and matrix products remain
+library calls, so a model that consists of them gains little. The first epoch includes seconds to
+minutes of compilation: compare later ones. A new input shape triggers a recompilation, hence
+drop_last=True in training, and evaluation with the eager model. Results differ from those of 02 by
+rounding. It needs a C++ compiler on CPUs, Triton and a C compiler on GPUs.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -17,70 +17,63 @@ on a GPU. Results differ from those of 02 by rounding.
 # ///
 
 import argparse
-import os
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
-from torchvision import datasets
+from torchvision.datasets import MNIST
 
 
 def parse_args():
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    data_dir = Path(__file__).resolve().with_name("data")
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=formatter)
-    parser.add_argument("--data-dir", default=data_dir, help="holds MNIST/raw, or will")
-    parser.add_argument("--device", choices=["cuda", "cpu", "mps"], default=device, help="mps: Mac")
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the training set")
-    parser.add_argument("--batch-size", type=int, default=480, help="images per update")
-    parser.add_argument("--lr", type=float, default=0.015, help="the peak of the schedule")
-    parser.add_argument("--width", type=int, help="channels, layer 1; None: 256 on cuda, else 8")
-    parser.add_argument("--limit", type=int, help="only the first N images of each set")
-    parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and shuffling")
-    parser.add_argument("--save", help="file for the trained weights")
-    parser.add_argument("--mode", default="default", help="or reduce-overhead, max-autotune")
+    parser = argparse.ArgumentParser()
+    add = parser.add_argument
+    add("--data-dir", default=Path(__file__).resolve().with_name("data"), help="folder for MNIST")
+    add("--device", choices=["cuda", "cpu", "mps"], default=device, help="default: cuda, else cpu")
+    add("--epochs", type=int, default=2, help="passes over the training set (default: %(default)s)")
+    add("--batch-size", type=int, default=480, help="images per update (default: %(default)s)")
+    add("--lr", type=float, default=0.015, help="peak learning rate (default: %(default)s)")
+    add("--width", type=int, help="channels of layer 1 (default: 256 on CUDA, otherwise 8)")
+    add("--limit", type=int, help="use only the first LIMIT images of each set")
+    add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
+    add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
+    add("--save", help="file for the weights, written after every epoch (to resume, see 07)")
+    add("--mode", default="default", help="or reduce-overhead, max-autotune (default: %(default)s)")
     args = parser.parse_args()
-    if args.width is None:
-        args.width = 256 if args.device == "cuda" else 8
+    args.width = args.width or (256 if args.device == "cuda" else 8)
     return args
 
 
-# All that is MNIST, for you to replace: down to build_model, and lr, betas and label_smoothing.
-class InMemory(TensorDataset):
-    """Indexes a whole batch at once; with any other dataset, remove collate_fn=tuple below."""
-
-    def __getitems__(self, indices):  # the DataLoader calls it with all indices of a batch
-        return tuple(tensor.index_select(0, torch.tensor(indices)) for tensor in self.tensors)
+# For your own data, replace InMemory (and collate_fn, which belongs to it), load_data, build_model.
+class InMemory(TensorDataset):  # returns a whole batch at once, which is faster than image by image
+    def __getitems__(self, indices):  # the DataLoader calls this once per batch
+        return tuple(tensor[indices] for tensor in self.tensors)
 
 
 def load_data(args):
-    """Two DataLoaders: inputs float32 [B, 1, 28, 28], mean 0, deviation 1; targets int64 [B]."""
+    """Return DataLoaders of normalized float32 images [B, 1, 28, 28] and int64 classes [B]."""
     sets = []
     for is_train in True, False:
-        mnist = datasets.MNIST(args.data_dir, is_train, download=True)  # unless it is there
-        images = mnist.data[: args.limit, None].float().div_(255).sub_(0.1307).div_(0.3081)
+        mnist = MNIST(args.data_dir, train=is_train, download=True)
+        images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    train_set, test_set = sets
-    shared = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
-    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True, **shared)
-    test_loader = DataLoader(test_set, args.batch_size, **shared)
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
+    train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
-    return train_loader, test_loader
+    return train_loader, DataLoader(sets[1], args.batch_size, **common)
 
 
 def build_model(width):
     return nn.Sequential(
-        nn.Conv2d(1, width, kernel_size=6, stride=2),  # 28 x 28 to 12 x 12
+        nn.Conv2d(1, width, kernel_size=6, stride=2),  # 28 x 28 -> 12 x 12
         nn.ReLU(),
-        nn.Conv2d(width, 2 * width, kernel_size=3),  # to 10 x 10
-        nn.MaxPool2d(2),  # to 5 x 5
+        nn.Conv2d(width, 2 * width, kernel_size=3),  # -> 10 x 10
+        nn.MaxPool2d(2),  # -> 5 x 5
         nn.ReLU(),
         nn.Flatten(),
         nn.Linear(2 * width * 5 * 5, 256),
@@ -92,68 +85,67 @@ def build_model(width):
 def train(model, loader, optimizer, scheduler, device):
     """Train for one epoch and return the mean loss."""
     model.train()
-    total_loss = torch.zeros((), device=device)
+    total_loss = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory: async
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous, if pinned
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
-        loss = cross_entropy(logits, targets, label_smoothing=0.05)
-        total_loss += loss.detach()  # drops the graph; .item() here would wait for the GPU
+        loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
+        total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
-        scheduler.step()  # once a batch, not once an epoch
+        scheduler.step()  # once per batch, not once per epoch
         optimizer.zero_grad()
     return total_loss.item() / len(loader)
 
 
 @torch.inference_mode()
 def evaluate(model, loader, device):
-    """Return how many images are classified correctly."""
     model.eval()
-    correct = torch.zeros((), dtype=torch.int64, device=device)
+    correct = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)
-        targets = targets.to(device, non_blocking=loader.pin_memory)
-        correct += (model(inputs).argmax(dim=1) == targets).sum()
-    return correct.item()
+        correct += (model(inputs.to(device)).argmax(dim=1) == targets.to(device)).sum()
+    return correct.item() / len(loader.dataset)  # the accuracy
 
 
 def save(state, path):
-    """Write aside, then rename: a kill or a full disk leaves an older file whole."""
-    torch.save(state, f"{path}.new")
-    os.replace(f"{path}.new", path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+        torch.save(state, f"{folder}/new")
+        Path(folder, "new").replace(path)  # an interrupted save leaves the older file intact
 
 
 def main():
     args = parse_args()
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
-
     train_loader, test_loader = load_data(args)
-    # Channels last in memory makes convolutions fastest, but some MPS versions get it wrong.
-    layout = torch.contiguous_format if args.device == "mps" else torch.channels_last
-    model = build_model(args.width).to(device, memory_format=layout)
+    model = build_model(args.width).to(device)
+    if args.device != "mps":  # where some PyTorch versions compute wrong results in this format
+        model.to(memory_format=torch.channels_last)  # the fastest memory format for convolutions
     compiled_model = torch.compile(model, mode=args.mode)
 
-    # So few updates need a shorter memory than that of Adam's own betas, 0.9 and 0.999.
+    # Only 250 updates follow, so the betas are lower than Adam's defaults, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    total_steps = args.epochs * len(train_loader)  # cycle_momentum would overwrite the betas
-    scheduler = OneCycleLR(optimizer, args.lr, total_steps=total_steps, cycle_momentum=False)
+    steps = args.epochs * len(train_loader)  # cycle_momentum=True would overwrite the betas
+    scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
     header += f" | batch {args.batch_size} | width {args.width}"
     header += f" | mode {args.mode}: the first epoch compiles"
     print(header, flush=True)
     for epoch in range(1, args.epochs + 1):
-        start = time.perf_counter()  # true time: train's .item() awaits the GPU
+        start = time.perf_counter()  # train ends with .item(), which waits for the GPU
         loss = train(compiled_model, train_loader, optimizer, scheduler, device)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
-        accuracy = evaluate(model, test_loader, device) / len(test_loader.dataset)
+        accuracy = evaluate(model, test_loader, device)
         result = f"epoch {epoch}/{args.epochs} | loss {loss:.4f} | accuracy {accuracy:.2%}"
         result += f" | {speed:,.0f} images/s"
         if args.device == "cuda":
             result += f" | gpu memory {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB"
+        if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
+            raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
         if args.save:
             save(model.state_dict(), args.save)
         print(result, flush=True)
