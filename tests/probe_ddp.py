@@ -2,7 +2,8 @@
 
 torchrun ... probe_ddp.py FOLDER KIND [flags of 07]
 KIND: plain, in float64; dropout, with a model that has it; killed: so too, but rank 1 fails in the
-second epoch and, once that run has resumed, rank 0 is killed in the write of the third checkpoint.
+second epoch and, once that run has resumed, rank 0 is killed in the write of the third checkpoint;
+nan: rank 1 gets one image of NaN in the second epoch.
 """
 
 import os
@@ -28,6 +29,8 @@ getitems, build_model, torch_save = script.InMemory.__getitems__, script.build_m
 def recorded_getitems(self, indices):
     record["test" if torch.is_inference_mode_enabled() else "train"].append(list(indices))
     images, targets = getitems(self, indices)
+    if kind == "nan" and rank == "1" and len(record["train"]) == 20:
+        images[0] = torch.nan
     return images.double() if kind == "plain" else images, targets
 
 
@@ -44,8 +47,8 @@ def recorded_dropout(dropout, _, outputs):
 
 
 def build(width):
-    if kind == "plain":
-        return build_model(width).double()
+    if kind in ("plain", "nan"):
+        return build_model(width).to(torch.float64 if kind == "plain" else torch.float32)
     dropout = nn.Dropout(0.2)
     dropout.register_forward_hook(recorded_dropout)
     return nn.Sequential(dropout, *build_model(width))
@@ -53,7 +56,7 @@ def build(width):
 
 def save(state, path, **options):
     torch_save(state, path, **options)
-    if isinstance(path, str):  # no buffer, through which tensors are broadcast
+    if isinstance(path, str):  # not a buffer, through which tensors are broadcast
         record["saved"].append(path)
         if kind == "killed" and (restarts, state.get("epoch")) == ("1", 3):
             os.truncate(path, os.path.getsize(path) // 2)

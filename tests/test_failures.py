@@ -2,13 +2,14 @@
 
 import hashlib
 import os
-import select
 import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, command, load, results, run
+import torch
+from conftest import FAMILY, ROOT, command, load, results, run
+from torch.utils.data import TensorDataset
 
 SUMS = {
     "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
@@ -41,10 +42,10 @@ def in_namespace(lines, *words):
     [
         ("02_train_gpu.py", ["--limit", "20"], ["too few images", "--batch-size", "--limit"]),
         ("02_train_gpu.py", ["--device", "cuda:1"], ["--device", "invalid choice: 'cuda:1'"]),
-        ("02_train_gpu.py", ["--epochs", "9", "--save", "no/x"], ["no does not exist"]),
         ("03_memory.py", ["--segments", "10"], ["--segments", "invalid choice"]),
         ("07_ddp.py", [], ["torchrun --standalone --nproc_per_node"]),
         ("09_profile.py", ["--batch-size", "13"], ["an epoch needs 4 steps", "--limit"]),
+        ("09_profile.py", ["--batch-size", "7", "--workers", "7"], ["an epoch needs 8 steps"]),
     ],
 )
 def test_bad_flags(script, flags, words, monkeypatch, capsys, tmp_path):
@@ -83,22 +84,80 @@ def test_full_disk_leaves_the_older_file(tmp_path):
     """300 kB do not hold the weights, which take 430."""
     lines = """
         mount -t tmpfs -o size=300k tmpfs "$0"; cd "$0"; echo older > model.pt
-        trap "cat model.pt" EXIT; "$@"
+        trap "cat model.pt; ls -A" EXIT; "$@"
     """
     script = command("02_train_gpu.py", *QUICK, "--save", "model.pt")
     done = in_namespace(lines, tmp_path, *script)
     assert done.returncode != 0 and "torch.save(" in done.stderr, done.stderr
-    assert done.stdout.splitlines()[1:] == ["older"]
+    assert done.stdout.splitlines()[1:] == ["older", "model.pt"]  # nothing half-written is left
 
 
 def test_kill_while_saving_leaves_the_older_file(tmp_path):
-    """The new file is a pipe here, which holds only 64 kB: there the write waits for the kill."""
     older = tmp_path / "model.pt"
     older.write_text("older")
-    os.mkfifo(tmp_path / "model.pt.new")
-    process = subprocess.Popen(command("02_train_gpu.py", *QUICK, "--save", older))
-    pipe = os.open(tmp_path / "model.pt.new", os.O_RDONLY | os.O_NONBLOCK)
-    begun, _, _ = select.select([pipe], [], [], 120)
-    process.kill()
-    assert begun and process.wait() == -9
+    code = f"""
+import os, signal, sys, torch
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from conftest import load
+script, real = load("02_train_gpu.py"), torch.save
+def save(state, path):
+    real(state, path)
+    os.truncate(path, os.path.getsize(path) // 2)
+    os.kill(os.getpid(), signal.SIGKILL)
+torch.save = save
+script.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, *QUICK, "--save", older], check=False)
+    assert done.returncode == -9
     assert older.read_text() == "older"
+
+
+@pytest.mark.parametrize("script", FAMILY)
+def test_two_runs_save_to_the_same_file(script, monkeypatch, tmp_path):
+    """Here the second run saves while the first one does: each renames a file of its own."""
+    module, real, path = load(script), torch.save, tmp_path / "model.pt"
+
+    def save_while_another_does(state, temporary):
+        monkeypatch.setattr(torch, "save", real)
+        real(state, temporary)
+        module.save({"run": 2}, path)
+
+    monkeypatch.setattr(torch, "save", save_while_another_does)
+    module.save({"run": 1}, path)
+    assert torch.load(path, weights_only=True) == {"run": 1}
+    assert [found.name for found in tmp_path.iterdir()] == ["model.pt"]
+
+
+class Nan(TensorDataset):
+    """Training images are NaN, test images are not."""
+
+    def __getitems__(self, indices):
+        images, targets = (tensor[indices] for tensor in self.tensors)
+        if not torch.is_inference_mode_enabled():
+            images = images * torch.nan
+        return images, targets
+
+
+def train_on_nan(script, flags, monkeypatch):
+    module = load(script)
+    monkeypatch.setattr(module, "InMemory", Nan)
+    monkeypatch.setattr(torch, "compile", lambda model, mode: model)
+    monkeypatch.setattr(sys, "argv", [script, *QUICK, "--limit", "200", *map(str, flags)])
+    module.main()
+
+
+@pytest.mark.parametrize("script", [name for name in FAMILY if not name.startswith("07")])
+def test_nan_ends_the_run_before_it_saves(script, monkeypatch, tmp_path):
+    older = tmp_path / "model.pt"
+    older.write_text("older")
+    with pytest.raises(SystemExit, match=r"loss nan .* NaN or infinity in the weights: not saved"):
+        train_on_nan(script, ["--save", older], monkeypatch)
+    assert older.read_text() == "older"
+
+
+def test_nan_in_a_step_that_the_scaler_skips(monkeypatch, tmp_path):
+    """The loss is NaN then, but the weights are good: the run goes on."""
+    flags = ["--dtype", "float16", "--save", tmp_path / "model.pt"]
+    train_on_nan("05_amp.py", flags, monkeypatch)
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert all(tensor.isfinite().all() for tensor in weights.values())

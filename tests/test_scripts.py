@@ -21,7 +21,7 @@ def test_learns(script, short):
 
 
 @pytest.mark.parametrize("script", FAMILY)
-def test_saves_weights_of_the_bare_model(script, short):
+def test_saves_weights_of_the_unwrapped_model(script, short):
     done, path = short(script)
     results(done)
     weights = torch.load(path, map_location="cpu", weights_only=True)
@@ -48,10 +48,10 @@ def test_header(script, short):
     """02's line, and behind it what is on."""
     more = {
         "03": "3 segments",
-        "04": "pieces of 24",
+        "04": "micro-batches of 24",
         "05": "torch.bfloat16",
-        "06": "0 GPUs: no DataParallel",
-        "07": "1 processes",
+        "06": "fewer than 2 GPUs: no DataParallel",
+        "07": "world size 1",
         "08": "mode default: the first epoch compiles",
     }
     found = HEADER.fullmatch(short(script)[0].stdout.splitlines()[0]).groups()
@@ -62,7 +62,11 @@ def test_header(script, short):
 def test_leaves_nothing_behind(script, short):
     """No temporary folder of an atomic save, no stray output."""
     folder = short(script)[1].parent
-    assert {path.name for path in folder.iterdir()} <= {*FAMILY, "run.pt", "trace.json"}
+    results(short(script)[0])
+    assert {path.name for path in folder.iterdir()} <= {*FAMILY, "07", "09"}
+    assert [path.name for path in folder.parent.iterdir()] == ["new"]
+    for name, only in ("07", "run.pt"), ("09", "trace.json"):
+        assert [path.name for path in (folder / name).glob("*")] in ([], [only])
 
 
 def test_device_basics():
@@ -93,6 +97,23 @@ def test_default_device_and_width(script, cuda, monkeypatch):
         monkeypatch.setattr(sys, "argv", [script, *(f"--device={name}" for name in flags)])
         args = module.parse_args()
         assert (args.device, args.width) == (device, 256 if device == "cuda" else 8)
+
+
+@pytest.mark.parametrize("script", FAMILY)
+def test_help_names_the_defaults(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit):
+        load(script).parse_args()
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: 480)" in text and "(default: 0.015)" in text and "None" not in text
+    assert "default: 256 on CUDA, otherwise 8" in text
+
+
+def test_dataparallel_with_one_gpu(imitated_gpu, monkeypatch, capsys):
+    flags = ["--device", "cuda", "--limit", "96", "--batch-size", "48", "--width", "3"]
+    monkeypatch.setattr(sys, "argv", ["06_dataparallel.py", *flags])
+    load("06_dataparallel.py").main()
+    assert "fewer than 2 GPUs: no DataParallel" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -8,14 +8,17 @@ import json
 import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import SHORT, load, run
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.optim.lr_scheduler import LambdaLR
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 QUICK = ["--device", "cpu", "--limit", "400", "--batch-size", "96", "--epochs", "2"]
 
@@ -59,7 +62,7 @@ def gradients(script, loader, *extra):
 
 @pytest.mark.parametrize("accum", [1, 3, 4, 7, 50, 64])
 def test_accumulated_gradient_is_that_of_the_batch(accum):
-    """Also with an uneven last piece, an uneven last batch and a batch smaller than accum."""
+    """Also with a smaller last micro-batch, a smaller last batch, and a batch smaller than accum."""
     loader = batches(50, 50, 23, 2)
     expected, loss, steps = gradients("02_train_gpu.py", loader)
     found, found_loss, found_steps = gradients("04_grad_accum.py", loader, accum)
@@ -68,7 +71,7 @@ def test_accumulated_gradient_is_that_of_the_batch(accum):
     assert found_loss == pytest.approx(loss, rel=1e-6)
 
 
-def test_accumulation_evaluates_by_the_piece(monkeypatch):
+def test_accumulation_evaluates_by_the_micro_batch(monkeypatch):
     module = load("04_grad_accum.py")
     monkeypatch.setattr(sys, "argv", ["04_grad_accum.py", *QUICK, "--accum", "5"])
     _, loader = module.load_data(module.parse_args())
@@ -113,18 +116,41 @@ def test_memory_report(short):
     """Bytes by hand for a width of 8."""
     parameters = 4 * (8 * 37 + 16 * 73 + 256 * 401 + 10 * 257)
     state = 2 * parameters + 8 * 4  # two moments, and a step count for each tensor
-    lines = short("03_memory.py")[0].stdout.splitlines()[-2:]
-    assert lines[0] == (
+    assert short("03_memory.py")[0].stdout.splitlines()[-1] == (
         f"parameters and gradients, {parameters:,} bytes each | optimizer state, {state:,} bytes"
     )
-    assert lines[1].startswith("peak of a step | only a CUDA device counts it")
+
+
+def test_memory_report_is_of_training_mode(imitated_gpu, monkeypatch, capsys):
+    """Without and with checkpointing, dropout and BatchNorm behave as they do in training."""
+    module, modes = load("03_memory.py"), []
+    real = module.checkpoint_sequential
+
+    def checkpoint_sequential(model, segments, *args, **options):
+        modes.append((segments, model.training))
+        return real(model, segments, *args, **options)
+
+    monkeypatch.setattr(module, "checkpoint_sequential", checkpoint_sequential)
+    monkeypatch.setattr(sys, "argv", ["03_memory.py", *QUICK, "--device", "cuda", "--width", "3"])
+    module.main()
+    assert modes[-2:] == [(1, True), (3, True)]
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    peak = "peak of a forward and backward pass, {} segments | 1,048,576 bytes"
+    assert lines[:2] == [peak.format(1), peak.format(3)]
+    assert [line.split(" |")[0] for line in lines[2:]] == [
+        "before empty_cache",
+        "after empty_cache",
+    ]
+    assert imitated_gpu.index("reset_peak_memory_stats") < imitated_gpu.index("memory_allocated")
 
 
 @pytest.mark.gpu
 def test_memory_report_on_a_gpu():
     """The peak falls with segments."""
     done = run("03_memory.py", "--epochs", "1", "--limit", "960")
-    peaks = re.findall(r"peak of a step, \d segments \| ([\d,]+) bytes", done.stdout)
+    peaks = re.findall(
+        r"peak of a forward and backward pass, \d segments \| ([\d,]+) bytes", done.stdout
+    )
     without, checkpointed = (int(size.replace(",", "")) for size in peaks)
     assert checkpointed < 0.95 * without
     assert "after empty_cache | allocated" in done.stdout
@@ -154,7 +180,9 @@ def test_amp_order(monkeypatch):
     module.train(
         model, loader, optimizer, scheduler, torch.device("cpu"), torch.bfloat16, Calls(log)
     )
-    assert log == ["scale", "unscale_", "clip", "step", "get_scale", "update", "get_scale"]
+    # The scale is read before the step, which waits for the same number: afterwards it would wait
+    # for the update of the weights as well.
+    assert log == ["scale", "unscale_", "clip", "get_scale", "step", "update", "get_scale"]
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
@@ -227,16 +255,110 @@ def recorded(path):
 
 def test_profile(short):
     done, path = short("09_profile.py")
-    names = recorded(path.parent / "trace.json")
+    names = recorded(path.parent / "09" / "trace.json")
     for name in "forward", "backward", "optimizer":
         assert names.count(name) == 3  # of 40: the file is as large however many epochs there are
     lines = [line for line in done.stdout.splitlines() if " | " not in line]
     shares = [float(match[1]) for match in map(re.compile(r".*? ([\d.]+)% ").match, lines) if match]
     assert len(shares) == 15
     assert shares == sorted(shares, reverse=True) and shares[0] > 10
-    parts = re.findall(r"(\w[\w ]*) (\d+)%", done.stdout.splitlines()[-2])
-    assert [name for name, _ in parts] == ["forward", "backward", "optimizer", "data or waiting"]
-    assert sum(int(share) for _, share in parts) == pytest.approx(100, abs=2)
+    times = regions(done.stdout)
+    whole, *parts = (cpu for cpu, gpu in times.values() if gpu is None)
+    assert whole * 0.7 < sum(parts) <= whole * 1.01  # the rest: to(), total_loss, prof.step()
+
+
+def regions(output):
+    """What 09 says of each region: {name: (CPU ms per step, GPU ms per step or None)}."""
+    line = r"^(\S+) +\| CPU +([\d.]+) ms(?: \| GPU +([\d.]+) ms)? per step$"
+    found = re.findall(line, output, re.MULTILINE)
+    times = {name: (float(cpu), float(gpu) if gpu else None) for name, cpu, gpu in found}
+    names = ["ProfilerStep*", "enumerate(DataLoader)", "forward", "backward", "optimizer"]
+    assert list(times) == names, output
+    return times
+
+
+def recorded_on_a_gpu(backlog):
+    """The profiler's events of a loop that the GPU limits: per step 1 ms of the CPU, 2 of the GPU.
+
+    The GPU is behind by so many steps when the recording starts. It is busy without a pause, with
+    the kernels of earlier steps first, which no recorded region has launched.
+    """
+    on_gpu, on_cpu, events = DeviceType.CUDA, DeviceType.CPU, []
+
+    def event(name, start, end, device=on_cpu, kernels=()):
+        made = FunctionEvent(len(events), name, 1, start, end, stack=[], use_device="cuda")
+        made.device_type = device
+        for kernel, duration in kernels:
+            made.append_kernel(kernel, 0, duration)
+        events.append(made)
+
+    free = 0  # when the GPU has done what it was asked for
+    for number in range(-backlog, 3):
+        start, launched = 1000 * number, []
+        for name, at, kernel, duration in (
+            ("forward", 100, "conv", 600),
+            ("backward", 400, "conv_backward", 1100),
+            ("optimizer", 700, "adam", 300),
+        ):
+            launched.append((name, at, kernel, duration))
+            free = max(free, 0) + duration
+            event(kernel, free - duration, free, on_gpu)
+            if number >= 0:
+                event(name, start + at, start + at + 300)
+                event(f"aten::{kernel}", start + at, start + at + 250, kernels=[(kernel, duration)])
+                event(name, free - duration, free, on_gpu)  # the region's second row
+        if number >= 0:
+            loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+            event("ProfilerStep*", start, start + 1000)
+            event(loader, start + 10, start + 90)
+    events.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
+    result = EventList(events, use_device="cuda")
+    result._build_tree()
+    return result
+
+
+@pytest.mark.parametrize("backlog", [0, 1, 4, 12])
+def test_profile_of_a_loop_that_the_gpu_limits(backlog, monkeypatch, capsys, tmp_path):
+    """Kernels belong to the region that launched them, however far behind the GPU is."""
+    events = recorded_on_a_gpu(backlog)
+    monkeypatch.setattr(profile, "key_averages", lambda self: events.key_averages())
+    monkeypatch.setattr(profile, "events", lambda self: events)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["09_profile.py", *QUICK])
+    load("09_profile.py").main()
+    output = capsys.readouterr().out
+    assert regions(output) == {
+        "ProfilerStep*": (1.0, 2.0),
+        "enumerate(DataLoader)": (0.08, 0.0),
+        "forward": (0.3, 0.6),
+        "backward": (0.3, 1.1),
+        "optimizer": (0.3, 0.3),
+    }
+    total = re.search(r"Self CUDA time total: ([\d.]+)ms", output)[1]
+    assert float(total) == pytest.approx(2 * (backlog + 3))  # kernels alone, each of them once
+
+
+class Slow(TensorDataset):
+    """A loader that takes 0.2 s for each batch."""
+
+    def __getitems__(self, indices):
+        time.sleep(0.2)
+        return tuple(tensor[indices] for tensor in self.tensors)
+
+
+@pytest.mark.parametrize("workers, steps", [(0, 5), *((4, steps) for steps in range(12, 16))])
+def test_profile_shows_the_wait_for_a_slow_loader(workers, steps, monkeypatch, capsys, tmp_path):
+    """Workers deliver in bursts: wherever the epoch ends, the wait between two must be recorded."""
+    module = load("09_profile.py")
+    monkeypatch.setattr(module, "InMemory", Slow)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--device", "cpu", "--batch-size", "48", "--limit", steps * 48, "--epochs", "1"]
+    flags += ["--workers", workers, "--width", "3", "--trace", tmp_path / "new" / "trace.json"]
+    monkeypatch.setattr(sys, "argv", ["09_profile.py", *map(str, flags)])
+    monkeypatch.setattr(module, "evaluate", lambda *args: 0.0)
+    module.main()
+    times = regions(capsys.readouterr().out)
+    assert times["enumerate(DataLoader)"][0] > 0.5 * times["ProfilerStep*"][0]
 
 
 def test_profile_never_spans_an_evaluation(monkeypatch, tmp_path):
@@ -251,7 +373,9 @@ def test_profile_never_spans_an_evaluation(monkeypatch, tmp_path):
 
 def test_profile_that_cannot_be_written(monkeypatch):
     """The profiler only logs it, so the script looks."""
+    monkeypatch.setattr(profile, "export_chrome_trace", lambda self, path: None)
     monkeypatch.setattr(sys, "argv", ["09_profile.py", *QUICK, "--trace", "/nowhere/trace.json"])
+    monkeypatch.setattr(Path, "mkdir", lambda self, **options: None)
     with pytest.raises(FileNotFoundError, match=r"/nowhere/trace\.json"):
         load("09_profile.py").main()
 
