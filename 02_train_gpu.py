@@ -1,9 +1,9 @@
 """Train a small convolutional network on MNIST, on one GPU or on the CPU.
 
     python 02_train_gpu.py                               # the GPU if there is one, else the CPU
-    python 02_train_gpu.py --limit 2000 --save model.pt  # takes seconds, reaches only about 70 %
+    python 02_train_gpu.py --limit 2000 --save model.pt  # seconds, but only about 70 % accuracy
 
-The first epoch includes warm-up. Each of 03 to 09 is this file plus exactly one technique.
+The first epoch includes start-up costs. Each of 03 to 09 is this file plus exactly one technique.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -43,8 +43,8 @@ def parse_args():
     return args
 
 
-# For your own data, replace InMemory (and collate_fn, which belongs to it), load_data, build_model.
-class InMemory(TensorDataset):  # returns a whole batch at once, which is faster than image by image
+# For your own data, replace InMemory (and collate_fn=tuple), load_data and build_model.
+class InMemory(TensorDataset):  # returns whole batches, which collate_fn=tuple leaves as they are
     def __getitems__(self, indices):  # the DataLoader calls this once per batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
@@ -82,7 +82,7 @@ def train(model, loader, optimizer, scheduler, device):
     model.train()
     total_loss = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous, if pinned
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous copy
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -117,12 +117,12 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # where some PyTorch versions compute wrong results in this format
+    if args.device != "mps":  # some PyTorch versions compute wrong results there in channels_last
         model.to(memory_format=torch.channels_last)  # the fastest memory format for convolutions
 
-    # Only 250 updates follow, so the betas are lower than Adam's defaults, 0.9 and 0.999.
+    # By default only 250 updates follow, so the betas are lower than Adam's own, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=True would overwrite the betas
+    steps = args.epochs * len(train_loader)  # cycle_momentum=False: OneCycleLR keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"

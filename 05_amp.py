@@ -1,4 +1,4 @@
-"""Automatic mixed precision: convolutions and matrix products in 16 bits, parameters in 32.
+"""Automatic mixed precision: convolutions and matrix multiplications in 16 bits, parameters in 32.
 
     python 05_amp.py
     python 05_amp.py --dtype float16
@@ -49,8 +49,8 @@ def parse_args():
     return args
 
 
-# For your own data, replace InMemory (and collate_fn, which belongs to it), load_data, build_model.
-class InMemory(TensorDataset):  # returns a whole batch at once, which is faster than image by image
+# For your own data, replace InMemory (and collate_fn=tuple), load_data and build_model.
+class InMemory(TensorDataset):  # returns whole batches, which collate_fn=tuple leaves as they are
     def __getitems__(self, indices):  # the DataLoader calls this once per batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
@@ -88,7 +88,7 @@ def train(model, loader, optimizer, scheduler, device, dtype, scaler):
     model.train()
     total_loss = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous, if pinned
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous copy
         targets = targets.to(device, non_blocking=loader.pin_memory)
         with torch.autocast(device.type, dtype):
             logits = model(inputs)
@@ -128,12 +128,12 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # where some PyTorch versions compute wrong results in this format
+    if args.device != "mps":  # some PyTorch versions compute wrong results there in channels_last
         model.to(memory_format=torch.channels_last)  # the fastest memory format for convolutions
 
-    # Only 250 updates follow, so the betas are lower than Adam's defaults, 0.9 and 0.999.
+    # By default only 250 updates follow, so the betas are lower than Adam's own, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=True would overwrite the betas
+    steps = args.epochs * len(train_loader)  # cycle_momentum=False: OneCycleLR keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
     old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)
     dtype = getattr(torch, args.dtype or ("float16" if old_gpu else "bfloat16"))

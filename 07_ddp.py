@@ -1,12 +1,12 @@
-"""DistributedDataParallel: one process per GPU, on one node or many; a killed run can resume.
+"""DistributedDataParallel: one process (rank) per GPU, on one or more nodes; a killed run resumes.
 
     torchrun --standalone --nproc_per_node=4 07_ddp.py --checkpoint run.pt  # or sbatch slurm/ddp.sh
     git diff --no-index -w 02_train_gpu.py 07_ddp.py
 
-Small models gain nothing, as every step has to all-reduce the gradients. --batch-size remains the
-effective batch size: it is split across the processes, so learning rate and result stay the same.
-BatchNorm layers see only their part of a batch: on GPUs, convert them to SyncBatchNorm. If NCCL and
---workers hang together, give the DataLoaders multiprocessing_context="forkserver" (slow to start).
+Small models gain nothing, because every step has to all-reduce the gradients. --batch-size remains
+the effective (global) batch size: it is split across the processes, so keep the learning rate. Each
+BatchNorm layer uses only the local part of a batch: on GPUs, convert the model to SyncBatchNorm. If
+NCCL hangs with --workers, pass multiprocessing_context="forkserver" to both DataLoaders.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -49,8 +49,8 @@ def parse_args():
     return args
 
 
-# For your own data, replace InMemory (and collate_fn, which belongs to it), load_data, build_model.
-class InMemory(TensorDataset):  # returns a whole batch at once, which is faster than image by image
+# For your own data, replace InMemory (and collate_fn=tuple), load_data and build_model.
+class InMemory(TensorDataset):  # returns whole batches, which collate_fn=tuple leaves as they are
     def __getitems__(self, indices):  # the DataLoader calls this once per batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
@@ -71,7 +71,7 @@ def load_data(args):
     train_loader = DataLoader(sets[0], local_batch_size, sampler=sampler, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
-    # For testing, a DistributedSampler would repeat or drop images to give every rank equally many.
+    # A DistributedSampler would repeat or drop test images to give all ranks the same number.
     sampler = range(dist.get_rank(), len(sets[1]), dist.get_world_size())
     return train_loader, DataLoader(sets[1], local_batch_size, sampler=sampler, **common)
 
@@ -95,7 +95,7 @@ def train(model, loader, optimizer, scheduler, device):
     model.train()
     total_loss = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous, if pinned
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous copy
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -130,10 +130,10 @@ def resume(path, flags, model, optimizer, scheduler):
     """Load the checkpoint, if there is one, and return the number of finished epochs."""
     exists = dist.get_rank() == 0 and path and os.path.exists(path)
     found = [torch.load(path, map_location="cpu", weights_only=True) if exists else {"epoch": 0}]
-    dist.broadcast_object_list(found)  # from rank 0, as other nodes may not see its file
+    dist.broadcast_object_list(found)  # what rank 0 found: other nodes may not see its file
     checkpoint = found[0]
     if checkpoint["epoch"] > 0:
-        changed = dict(checkpoint["flags"].items() - flags.items())
+        changed = {name: old for name, old in checkpoint["flags"].items() if old != flags.get(name)}
         if changed:
             raise SystemExit(f"{path} was written with {changed}: resume with the same flags")
         model.load_state_dict(checkpoint["model"])
@@ -150,7 +150,7 @@ def main():
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)  # Gloo for the checkpoint
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)  # Gloo for resume()
     else:
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -159,13 +159,13 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # where some PyTorch versions compute wrong results in this format
+    if args.device != "mps":  # some PyTorch versions compute wrong results there in channels_last
         model.to(memory_format=torch.channels_last)  # the fastest memory format for convolutions
-    ddp_model = nn.parallel.DistributedDataParallel(model)  # its backward all-reduces the gradients
+    ddp_model = nn.parallel.DistributedDataParallel(model)  # its backward averages the gradients
 
-    # Only 250 updates follow, so the betas are lower than Adam's defaults, 0.9 and 0.999.
+    # By default only 250 updates follow, so the betas are lower than Adam's own, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=True would overwrite the betas
+    steps = args.epochs * len(train_loader)  # cycle_momentum=False: OneCycleLR keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
     flags = {name: getattr(args, name) for name in ("epochs", "batch_size", "lr", "limit", "seed")}
     done = resume(args.checkpoint, flags, model, optimizer, scheduler)
@@ -178,7 +178,7 @@ def main():
         print(header, flush=True)
     for epoch in range(done + 1, args.epochs + 1):
         train_loader.sampler.set_epoch(epoch)  # otherwise every epoch has the same order
-        torch.manual_seed(args.seed + epoch * world_size + rank)  # different dropout on each rank
+        torch.manual_seed(args.seed + epoch * world_size + rank)  # per rank and epoch, for dropout
         start = time.perf_counter()  # train ends with .item(), which waits for the GPU
         loss = train(ddp_model, train_loader, optimizer, scheduler, device)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
@@ -190,14 +190,14 @@ def main():
         if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
             raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
         if rank == 0:
+            if args.save:
+                save(model.state_dict(), args.save)
             if args.checkpoint:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 state |= {"scheduler": scheduler.state_dict(), "flags": flags, "epoch": epoch}
                 save(state, args.checkpoint)
-            if args.save:
-                save(model.state_dict(), args.save)
             print(result, flush=True)
-    dist.barrier()  # without it, torch 2.4 with Gloo often hangs at the exit
+    dist.barrier()  # without it, torch 2.4 with Gloo often hangs at exit
     dist.destroy_process_group()
 
 

@@ -3,11 +3,11 @@
     python 08_compile.py --epochs 4
     git diff --no-index -w 02_train_gpu.py 08_compile.py
 
-It fuses elementwise operations and saves kernel launches. Convolutions and matrix products remain
-library calls, so a model that consists of them gains little. The first epoch includes seconds to
-minutes of compilation: compare later ones. A new input shape triggers a recompilation, hence
-drop_last=True in training, and evaluation with the eager model. Results differ from those of 02 by
-rounding. It needs a C++ compiler on CPUs, Triton and a C compiler on GPUs.
+It fuses elementwise operations and reduces kernel launches. Convolutions and matrix
+multiplications mostly remain library calls, so a model that consists of them gains little. The
+first epoch includes seconds to minutes of compilation: compare later epochs. A new input shape can
+cause a recompilation, which drop_last=True avoids in training; evaluation uses the uncompiled
+(eager) model. Results differ by rounding. CPUs need a C++ compiler, GPUs Triton and a C compiler.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -48,8 +48,8 @@ def parse_args():
     return args
 
 
-# For your own data, replace InMemory (and collate_fn, which belongs to it), load_data, build_model.
-class InMemory(TensorDataset):  # returns a whole batch at once, which is faster than image by image
+# For your own data, replace InMemory (and collate_fn=tuple), load_data and build_model.
+class InMemory(TensorDataset):  # returns whole batches, which collate_fn=tuple leaves as they are
     def __getitems__(self, indices):  # the DataLoader calls this once per batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
@@ -87,7 +87,7 @@ def train(model, loader, optimizer, scheduler, device):
     model.train()
     total_loss = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous, if pinned
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous copy
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -122,13 +122,13 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # where some PyTorch versions compute wrong results in this format
+    if args.device != "mps":  # some PyTorch versions compute wrong results there in channels_last
         model.to(memory_format=torch.channels_last)  # the fastest memory format for convolutions
     compiled_model = torch.compile(model, mode=args.mode)
 
-    # Only 250 updates follow, so the betas are lower than Adam's defaults, 0.9 and 0.999.
+    # By default only 250 updates follow, so the betas are lower than Adam's own, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=True would overwrite the betas
+    steps = args.epochs * len(train_loader)  # cycle_momentum=False: OneCycleLR keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"

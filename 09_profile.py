@@ -5,9 +5,9 @@
 
 Profiling slows down what it records: measure the throughput with 02. The last steps of the first
 epoch are recorded. The last lines compare, per step, the CPU time of each part and the time of the
-GPU kernels that it launched. ProfilerStep* is the whole step: the larger of its two times limits the
-speed. enumerate(DataLoader) is the wait for data. In the table, "Self CPU" leaves out the operations
-called inside, "CPU total" includes them, and the CUDA columns are times on the GPU.
+GPU kernels that it launched. ProfilerStep* is the whole step: the larger of its two times limits
+the speed. enumerate(DataLoader) is the wait for data. In the table, "Self CPU" excludes the
+operations called inside, "CPU total" includes them, and the CUDA columns are times on the GPU.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -49,8 +49,8 @@ def parse_args():
     return args
 
 
-# For your own data, replace InMemory (and collate_fn, which belongs to it), load_data, build_model.
-class InMemory(TensorDataset):  # returns a whole batch at once, which is faster than image by image
+# For your own data, replace InMemory (and collate_fn=tuple), load_data and build_model.
+class InMemory(TensorDataset):  # returns whole batches, which collate_fn=tuple leaves as they are
     def __getitems__(self, indices):  # the DataLoader calls this once per batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
@@ -88,7 +88,7 @@ def train(model, loader, optimizer, scheduler, device, prof):
     model.train()
     total_loss = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous, if pinned
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous copy
         targets = targets.to(device, non_blocking=loader.pin_memory)
         with record_function("forward"):
             logits = model(inputs)
@@ -127,12 +127,12 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # where some PyTorch versions compute wrong results in this format
+    if args.device != "mps":  # some PyTorch versions compute wrong results there in channels_last
         model.to(memory_format=torch.channels_last)  # the fastest memory format for convolutions
 
-    # Only 250 updates follow, so the betas are lower than Adam's defaults, 0.9 and 0.999.
+    # By default only 250 updates follow, so the betas are lower than Adam's own, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=True would overwrite the betas
+    steps = args.epochs * len(train_loader)  # cycle_momentum=False: OneCycleLR keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
     active = max(3, args.workers)  # steps to record: workers deliver their batches in bursts
     wait = len(train_loader) - active - 1  # steps before, of which one more is for warm-up

@@ -73,7 +73,7 @@ def test_device_basics():
     done = run("01_device_basics.py", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert "Tensor on device cpu is not on the expected device meta" in done.stdout
-    loss = re.search(r"steps on cpu \| loss (\d+\.\d+) \| \d+\.\d ms a step", done.stdout)
+    loss = re.search(r"steps on cpu \| loss (\d+\.\d+) \| \d+\.\d ms per step", done.stdout)
     assert float(loss[1]) < 0.5
 
 
