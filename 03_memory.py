@@ -3,12 +3,12 @@
     python 03_memory.py --segments 3
     git diff --no-index -w 02_train_gpu.py 03_memory.py
 
-It pays off in deep models: this one has only two convolutions and saves a fifth. The model is split
-into segments. Each keeps only its input; in the backward pass, the activations of all segments but
-the last are recomputed, and BatchNorm layers update their running statistics a second time. More
-segments do not always need less memory: on CUDA, compare the peaks in the last lines (README.md has
-figures for CPUs). If your model is not an nn.Sequential, call torch.utils.checkpoint.checkpoint in
-its forward method.
+It pays off in deep models: this one has only two convolutions and saves a fifth of the peak. The
+model is split into segments. Each segment but the last keeps only its input, and its activations
+are recomputed during the backward pass, where its BatchNorm layers update their running statistics
+a second time. More segments do not always need less memory: on CUDA, compare the peaks printed at
+the end. If your model is not an nn.Sequential, call torch.utils.checkpoint.checkpoint with
+use_reentrant=False in its forward method.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -44,7 +44,7 @@ def parse_args():
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
     add("--save", help="file for the weights, written after every epoch (to resume, see 07)")
-    add("--segments", type=int, choices=range(1, 10), default=3, help="default: %(default)s")
+    add("--segments", type=int, choices=range(1, 10), default=3, help="parts, default: %(default)s")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)
     return args

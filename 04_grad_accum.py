@@ -3,10 +3,11 @@
     python 04_grad_accum.py --accum 4
     git diff --no-index -w 02_train_gpu.py 04_grad_accum.py
 
-It saves activation memory, not time: smaller kernels use a GPU less well. BatchNorm layers compute
-their statistics per micro-batch. --batch-size remains the effective batch size, the size of one
-update, so the learning rate stays the same, and so does the result, up to rounding. Compare the gpu
-memory with that of 02. Evaluation takes no more images at once than a micro-batch has.
+It saves activation memory, not time: small batches use a GPU less efficiently. --batch-size remains
+the effective batch size, the number of images per update, so the learning rate stays the same, and
+so does the result, up to rounding. Two layers differ: BatchNorm computes its statistics per
+micro-batch, and dropout draws other masks. Evaluation also uses the size of a micro-batch, so that
+the gpu memory, to be compared with that of 02, is that of training.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -92,7 +93,7 @@ def train(model, loader, optimizer, scheduler, device, accum):
             targets = targets.to(device, non_blocking=loader.pin_memory)
             logits = model(inputs)
             loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
-            loss = loss * len(targets) / len(batch_targets)  # weighted by its share of the batch
+            loss = loss * len(targets) / len(batch_targets)  # weighted by the share of the batch
             total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)

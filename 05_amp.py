@@ -1,14 +1,14 @@
-"""Automatic mixed precision: convolutions and matrix multiplications in 16 bits, parameters in 32.
+"""Automatic mixed precision: convolutions and matrix multiplications in 16-bit types.
 
     python 05_amp.py
     python 05_amp.py --dtype float16
     git diff --no-index -w 02_train_gpu.py 05_amp.py
 
-It needs a model that keeps the GPU busy, and hardware support for 16-bit types: Tensor Cores on
-GPUs, AVX512-BF16 or AMX on CPUs. Without it, a CPU becomes slower. bfloat16 has the range of
-float32 and needs no loss scaling. float16 is for older GPUs: small gradients underflow, so a
-GradScaler scales the loss. It skips steps whose gradients overflow, often the first few, and waits
-for the GPU in every step. Evaluation stays in float32, to be comparable with 02.
+It pays off with a model that keeps the GPU busy, and with hardware support: Tensor Cores on GPUs,
+AVX512-BF16 or AMX on CPUs. CPUs without such support become slower. bfloat16 has the range of
+float32 and needs no loss scaling. float16, for older GPUs, has a smaller range: small gradients
+underflow, so a GradScaler scales the loss. It skips steps whose gradients overflow, often the first
+few, and waits for the GPU in every step. Evaluation stays in float32, to be comparable with 02.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -97,7 +97,7 @@ def train(model, loader, optimizer, scheduler, device, dtype, scaler):
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)  # clip the true gradients, not the scaled ones
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        scale = scaler.get_scale()  # before step, which has to wait for the GPU anyway
+        scale = scaler.get_scale()  # waits for the GPU, as scaler.step would anyway
         scaler.step(optimizer)
         scaler.update()
         if scaler.get_scale() >= scale:  # a lower scale means that the step was skipped
@@ -135,7 +135,7 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
     steps = args.epochs * len(train_loader)  # cycle_momentum=False: OneCycleLR keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
-    old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)
+    old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)  # before Ampere
     dtype = getattr(torch, args.dtype or ("float16" if old_gpu else "bfloat16"))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 

@@ -4,10 +4,10 @@
     git diff --no-index -w 02_train_gpu.py 09_profile.py
 
 Profiling slows down what it records: measure the throughput with 02. The last steps of the first
-epoch are recorded. The last lines compare, per step, the CPU time of each part and the time of the
-GPU kernels that it launched. ProfilerStep* is the whole step: the larger of its two times limits
-the speed. enumerate(DataLoader) is the wait for data. In the table, "Self CPU" excludes the
-operations called inside, "CPU total" includes them, and the CUDA columns are times on the GPU.
+epoch are recorded. The lines at the end compare, per step, the CPU time of each part and, on CUDA,
+the time of the GPU kernels it launched. ProfilerStep* is the whole step: the larger of its two
+times limits the speed. enumerate(DataLoader) is the wait for data. In the table, "Self CPU"
+excludes child operators, "CPU total" includes them, and the CUDA columns are times on the GPU.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -43,7 +43,7 @@ def parse_args():
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
     add("--save", help="file for the weights, written after every epoch (to resume, see 07)")
-    add("--trace", default="trace.json", help="file for ui.perfetto.dev (default: %(default)s)")
+    add("--trace", default="trace.json", help="for ui.perfetto.dev (default: %(default)s)")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)
     return args
@@ -134,8 +134,8 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
     steps = args.epochs * len(train_loader)  # cycle_momentum=False: OneCycleLR keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
-    active = max(3, args.workers)  # steps to record: workers deliver their batches in bursts
-    wait = len(train_loader) - active - 1  # steps before, of which one more is for warm-up
+    active = max(3, args.workers)  # steps to record: workers deliver batches in bursts
+    wait = len(train_loader) - active - 1  # steps to skip before one warm-up step
     if wait < 0:
         raise SystemExit(f"an epoch needs {active + 1} steps: lower --batch-size or raise --limit")
     torch.autograd.set_multithreading_enabled(False)  # else "backward" would lack its GPU kernels
@@ -161,7 +161,7 @@ def main():
 
     rows = prof.key_averages()
     cpu = {row.key: row for row in rows if row.device_type.name == "CPU"}
-    gpu = [row for row in rows if row.key not in cpu]  # a GPU row named "forward" counts twice
+    gpu = [row for row in rows if row.key not in cpu]  # a GPU row "forward" would count twice
     rows[:] = [*cpu.values(), *gpu]
     sort_by = "self_device_time_total" if gpu else "self_cpu_time_total"
     print(rows.table(sort_by=sort_by, row_limit=15, max_name_column_width=40))
@@ -170,7 +170,7 @@ def main():
         on_gpu = f" | GPU {row.device_time / 1000:8.2f} ms" if gpu else ""
         print(f"{name:21} | CPU {row.cpu_time / 1000:8.2f} ms{on_gpu} per step")
     Path(args.trace).parent.mkdir(parents=True, exist_ok=True)
-    prof.export_chrome_trace(args.trace)  # only logs a failure, at which the next line ends the run
+    prof.export_chrome_trace(args.trace)  # only logs a failure: then the next line raises
     print(f"trace | {args.trace} | {Path(args.trace).stat().st_size:,} bytes")
 
 
