@@ -90,27 +90,28 @@ def run(script, flags, processes, folder):
     return [line for line in lines if "Error" in line or line == lines[-1]][-1].replace("|", "/")
 
 
-def table(results):
+def table(results, gpu):
     """The results in Markdown: each round's throughput and memory beside those of 02 in it."""
-    base = next(iter(results.values()))
-    gpu = any(not isinstance(found, str) and found[2] for found in base)
-    head = ["", "images/s", "to 02 (lowest, highest)", "accuracy", "peak memory", "to 02"]
-    head = head if gpu else head[:4]
+    head = ["", "images/s", "to 02 (lowest, highest)", "accuracy"]
+    head += ["peak memory", "to 02"] if gpu else []
     yield f"| {' | '.join(head)} |"
     yield "|---" * len(head) + "|"
+    base = next(iter(results.values()))
     for name, rounds in results.items():
         failed = [found for found in rounds if isinstance(found, str)]
-        pairs = [(a, b) for a, b in zip(rounds, base) if not isinstance(a, str) and b in base]
-        if failed:
-            cells = [failed[-1]] + [""] * (len(head) - 2)
+        pairs = [(a, b) for a, b in zip(rounds, base) if not isinstance(b, str)]
+        if failed or not pairs:
+            cells = [*failed[-1:], *[""] * (len(head) - 1)][: len(head) - 1]
         else:
-            speeds, accuracies, sizes = zip(*rounds)
             ratios = [a[0] / b[0] for a, b in pairs]
-            spread = f"{min(ratios):.2f}, {max(ratios):.2f}"
-            cells = [f"{statistics.median(speeds):,.0f}"]
-            cells += [f"{statistics.median(ratios):.2f} ({spread})"]
-            cells += [f"{statistics.median(accuracies):.2f} %"]
-            cells += [f"{max(sizes)} MiB", f"{max(sizes) / max(b[2] for _, b in pairs):.2f}"][: 2 * gpu]
+            cells = [
+                f"{statistics.median(found[0] for found in rounds):,.0f}",
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})",
+                f"{statistics.median(found[1] for found in rounds):.2f} %",
+            ]
+            if gpu:
+                size, base_size = (max(each[k][2] for each in pairs) for k in (0, 1))
+                cells += [f"{size:,} MiB", f"{size / base_size:.2f}"]
         yield f"| {' | '.join([name, *cells])} |"
 
 
@@ -157,7 +158,7 @@ def main():
     single = {name: rounds for name, rounds in results.items() if " + " not in name}
     stacked = {name: results[name] for name in results if name[:2] in ("02", "05") or "+" in name}
     for rows in single, stacked:
-        print("", *table(rows), sep="\n")
+        print("", *table(rows, args.device == "cuda"), sep="\n")
     failed = any(isinstance(found, str) for rounds in results.values() for found in rounds)
     sys.exit(status or failed)
 

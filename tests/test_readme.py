@@ -9,18 +9,15 @@ import shutil
 import subprocess
 import sys
 
+import measure
 import pytest
 import torch
-from conftest import EPOCH, FAMILY, HEADER, ROOT, free_port, load
+from conftest import EPOCH, FAMILY, HEADER, ROOT, free_port, load, results, run
+from measure import BLOCK, BLOCKS
 from PIL import Image
 from torchvision.datasets import MNIST
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCK = re.compile(
-    r"(<summary>(0\d(?: \+ 0\d)?)\b.*?</summary>\n\n```diff\n)(.*?)(?=```)", re.DOTALL
-)
-BLOCKS = {name: text for _, name, text in BLOCK.findall(README)}
-PATCHES = [name for name in BLOCKS if "+" in name]
 QUICK = ["--device", "cpu", "--limit", "800", "--batch-size", "48", "--epochs", "2"]
 
 
@@ -57,18 +54,10 @@ def differences(script):
 
 
 def patch(name, folder):
-    """Apply the patch of that name to a copy of the script it is for; return the copy's path."""
+    """Apply the patch of that name; return the path of the result and the script it is for."""
     if not shutil.which("git"):
         pytest.skip("needs git")
-    script = re.match(r"--- a/(\S+)\n", BLOCKS[name])[1]
-    shutil.copy(ROOT / script, folder)
-    command = ["git", "apply", "--verbose", "-"]
-    done = subprocess.run(
-        command, cwd=folder, input=BLOCKS[name], text=True, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "offset" not in done.stderr, f"{done.stderr}\nwrite it anew: python {__file__}"
-    return folder / script
+    return measure.patched(name, folder), re.match(r"--- a/(\S+)\n", BLOCKS[name])[1]
 
 
 @pytest.mark.parametrize("script", FAMILY[1:])
@@ -91,7 +80,7 @@ def test_docstring_says_how_to_see_the_difference(script):
 def trained(monkeypatch, capsys, tmp_path):
     """trained(path, flags): train in this process, alone in its group; the last loss and accuracy."""
 
-    def trained(path, *flags):
+    def trained(path, *flags, done=False):
         monkeypatch.setattr(sys, "argv", [str(path), *QUICK, *flags])
         try:
             load(path).main()
@@ -99,6 +88,8 @@ def trained(monkeypatch, capsys, tmp_path):
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
         lines = capsys.readouterr().out.splitlines()
+        if done:
+            return lines.index("resumed | 2/2 epochs were done")
         last = [EPOCH.fullmatch(line) for line in lines if line.startswith("epoch")][-1]
         return float(last[3]), float(last[4])
 
@@ -119,15 +110,16 @@ def test_patched_to_compile(name, trained, monkeypatch, tmp_path):
         return graph
 
     monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend=count))
-    path = patch(name, tmp_path)
+    path, plain = patch(name, tmp_path)
     data = "--data-dir", str(ROOT / "data")
     loss, _ = trained(path, *data)
     assert len(graphs) == 1
-    assert loss == pytest.approx(trained(path.name, *data)[0], abs=2e-3)
+    assert loss == pytest.approx(trained(plain, *data)[0], abs=2e-3)
 
 
-def test_patched_to_accumulate(trained, monkeypatch, tmp_path):
-    """07 + 04: one reduction an update, not one a piece; the loss of 07; evaluation by piece."""
+@pytest.mark.parametrize("name", ["07 + 04", "07 + 05 + 04"])
+def test_patched_to_accumulate(name, trained, monkeypatch, tmp_path):
+    """One all-reduce of the gradients per batch, not one per micro-batch; the loss of 07."""
     reductions, wrap = [], torch.nn.parallel.DistributedDataParallel
 
     def count(state, bucket):
@@ -141,18 +133,18 @@ def test_patched_to_accumulate(trained, monkeypatch, tmp_path):
         ddp_model.register_comm_hook(None, count)
         return ddp_model
 
-    path = patch("07 + 04", tmp_path)
+    path, plain = patch(name, tmp_path)
     data = "--data-dir", str(ROOT / "data")
-    expected, _ = trained("07_ddp.py", *data)
+    expected, _ = trained(plain, *data)
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", counted)
     loss, _ = trained(path, *data, "--accum", "4")
-    assert loss == pytest.approx(expected, abs=2e-3)
+    assert loss == pytest.approx(expected, abs=0.05 if "05" in name else 2e-3)
     assert len(reductions) == 2 * (800 // 48)
 
 
-@pytest.mark.parametrize("name, plain", [("07 + 05", "07_ddp.py"), ("05 + 04", "05_amp.py")])
-def test_patched_to_mixed_precision(name, plain, trained, monkeypatch, tmp_path):
-    """Near the plain script; the scaler is called in order, once an update."""
+@pytest.mark.parametrize("name", ["07 + 05", "05 + 04", "07 + 05 + 04"])
+def test_patched_to_mixed_precision(name, trained, imitated_gpu, monkeypatch, tmp_path):
+    """Near the plain script; the scaler is called in order, once per update; old GPUs get float16."""
     calls, scaler = [], torch.amp.GradScaler
     for method in "unscale_", "step", "update":
         real = getattr(scaler, method)
@@ -162,16 +154,29 @@ def test_patched_to_mixed_precision(name, plain, trained, monkeypatch, tmp_path)
             return real(self, *args)
 
         monkeypatch.setattr(scaler, method, call)
-    path = patch(name, tmp_path)
+    path, plain = patch(name, tmp_path)
     data = "--data-dir", str(ROOT / "data")
     expected = trained(plain, *data)
     calls.clear()
-    found = trained(path, *data, *(["--checkpoint", "run.pt"] if "07" in name else []))
+    flags = ["--checkpoint", "run.pt"] if "07" in name else []
+    found = trained(path, *data, *flags)
     assert calls == ["unscale_", "step", "update"] * (2 * (800 // 48))
     assert found[0] == pytest.approx(expected[0], abs=0.05)
     assert found[1] == pytest.approx(expected[1], abs=4)
     if "07" in name:
-        assert "scaler" in torch.load("run.pt", weights_only=True)
+        state = torch.load("run.pt", weights_only=True)
+        assert "scaler" in state and state["flags"]["dtype"] == "torch.bfloat16"
+        trained(path, *data, *flags, "--epochs", "2", done=True)
+    else:
+        module = load(path)
+        monkeypatch.setattr(module, "train", lambda *args: 1.0)
+        monkeypatch.setattr(sys, "argv", [str(path), *QUICK, *data, "--device", "cuda"])
+        made = []
+        monkeypatch.setattr(
+            torch.amp, "GradScaler", lambda device, enabled: made.append(enabled) or scaler("cpu")
+        )
+        module.main()
+        assert made == [True]
 
 
 def test_snippets_run(short, tmp_path):
@@ -184,6 +189,28 @@ def test_snippets_run(short, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("7 "), done.stdout
+
+
+def test_measure(monkeypatch, capsys, tmp_path):
+    """The table holds what the scripts print; a script that fails has a row with its last line."""
+    plan = measure.measurements("cpu", tmp_path)
+    assert {name[:2] for name in plan} == {"02", "03", "04", "05", "07", "08", "09"}
+    todo = {name: plan[name] for name in plan if name[:2] == "02" or "1 process" in name}
+    todo["03"] = ("03_memory.py", ["--segments", "10"], 0)
+    monkeypatch.setattr(measure, "measurements", lambda device, folder: todo)
+    flags = ["--rounds", "1", "--limit", "960", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["measure.py", *flags])
+    with pytest.raises(SystemExit) as ended:
+        measure.main()
+    assert ended.value.code == 1
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"round 1/1 | {name}" for name in todo]
+    rows = re.findall(r"^\| (0.+?) \| (.+?) \| (.*?) \| (.*?) \|$", out, re.MULTILINE)
+    assert [row[0] for row in rows] == [*todo, "02, training loop"]  # two tables
+    assert "invalid choice: 10" in rows[2][1]
+    (_, _, accuracy), *_ = results(run("02_train_gpu.py", *flags[2:]))[1:]
+    assert rows[0][2:] == ("1.00 (1.00, 1.00)", f"{accuracy:.2f} %")
+    assert re.fullmatch(r"0\.\d\d \(.*\)|1\.\d\d \(.*\)", rows[1][2])
 
 
 def test_files_and_anchors_exist():
@@ -204,7 +231,7 @@ def test_flags_exist():
     for script, flags in commands:
         text = (ROOT / script).read_text(encoding="utf-8")
         for flag in re.findall(r"--[\w-]+", flags):
-            assert f'add_argument("{flag}"' in text, f"{script} {flag}"
+            assert f'add("{flag}"' in text, f"{script} {flag}"
 
 
 def test_first_commands_are_those_of_ci():

@@ -1,23 +1,19 @@
-"""What each technique promises beyond the result of 02.
+"""What each technique promises beyond the result of 02."""
 
-python tests/test_techniques.py    prints the peaks of memory that README.md shows
-"""
-
-import itertools
 import json
 import re
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import SHORT, load, run
+from conftest import ROOT, SHORT, load, run
+from pictures import SCALER, STEPS, peak
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.optim.lr_scheduler import LambdaLR
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from torch.utils.data import DataLoader, TensorDataset
 
 QUICK = ["--device", "cpu", "--limit", "400", "--batch-size", "96", "--epochs", "2"]
@@ -78,38 +74,25 @@ def test_accumulation_evaluates_by_the_micro_batch(monkeypatch):
     assert max(len(targets) for _, targets in loader) == 20  # 96 / 5, rounded up
 
 
-def peak_of_a_step(script, *extra, width=8, depth=0):
-    """Bytes at the peak of a step of 02's batch: the running sum of what the profiler saw."""
-    module = load(script)
-    torch.manual_seed(0)
-    model = module.build_model(width)
-    for _ in range(depth):  # a deep stack: so many more convolutions after the first
-        model.insert(
-            2, torch.nn.Sequential(torch.nn.Conv2d(width, width, 3, padding=1), torch.nn.ReLU())
-        )
-    model = model.to(memory_format=torch.channels_last)
-    optimizer = Recorder(model.parameters())  # no state: the peak is that of a first step
-    scheduler = LambdaLR(optimizer, lambda step: 1.0)
-    loader = batches(480, dtype=torch.float32)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        module.train(model, loader, optimizer, scheduler, torch.device("cpu"), *extra)
-    with tempfile.TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
-    return max(itertools.accumulate(event["args"]["Bytes"] for event in events))
-
-
 def test_peak_of_a_step(monkeypatch):
-    """03 and 04, at their default flags, need less than 02."""
-    base = peak_of_a_step("02_train_gpu.py")
+    """03, 04 and 05, at their default flags, need less than 02; as much less as README.md says."""
+    base = peak("02_train_gpu.py", width=8)
     for script, flag, at_most in (
         ("03_memory.py", "segments", 0.85),
         ("04_grad_accum.py", "accum", 0.5),
     ):
         monkeypatch.setattr(sys, "argv", [script])
         default = getattr(load(script).parse_args(), flag)
-        assert peak_of_a_step(script, default) < at_most * base
+        assert peak(script, default, width=8) < at_most * base
+    assert peak("05_amp.py", torch.bfloat16, SCALER, width=8) < 0.7 * base
+
+
+def test_picture_of_memory_shows_the_peaks_of_today():
+    text = (ROOT / ".github" / "memory.svg").read_text(encoding="utf-8")
+    shown = [int(number) for number in re.findall(r">(\d+) MB<", text)]
+    assert shown == pytest.approx([peak(*step) / 1e6 for step in STEPS.values()], rel=0.02)
+    assert all(name in text for name in STEPS)
+    assert len(text) < 60_000
 
 
 def test_memory_report(short):
@@ -378,13 +361,3 @@ def test_profile_that_cannot_be_written(monkeypatch):
     monkeypatch.setattr(Path, "mkdir", lambda self, **options: None)
     with pytest.raises(FileNotFoundError, match=r"/nowhere/trace\.json"):
         load("09_profile.py").main()
-
-
-if __name__ == "__main__":
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for sizes in {"width": 8}, {"width": 64}, {"width": 64, "depth": 32}:
-        print(sizes, "02", peak_of_a_step("02_train_gpu.py", **sizes))
-        for segments in 2, 3, 4, 6, 9:
-            print("03", segments, peak_of_a_step("03_memory.py", segments, **sizes))
-        print("04", peak_of_a_step("04_grad_accum.py", 4, **sizes))
-        print("05", peak_of_a_step("05_amp.py", torch.bfloat16, scaler, **sizes), flush=True)
