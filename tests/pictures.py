@@ -203,14 +203,16 @@ def draw_step(path):
 
 if __name__ == "__main__":
     if "--memory" in sys.argv:
+        steps = [(script, extra) for script, *extra in STEPS.values()]
+        steps[1:2] = [("03_memory.py", [segments]) for segments in (2, 3, 4, 6, 9)]
+        names = [
+            f"{script[:2]} {extra[0] if script[:2] in ('03', '04') else ''}"
+            for script, extra in steps
+        ]
+        print(f"| MB | {' | '.join(names)} |")
         for sizes in {"width": 8}, {"width": 64}, {"width": 64, "depth": 32}:
-            print(sizes)
-            for script, *extra in STEPS.values():
-                for more in [[n] for n in (2, 3, 4, 6, 9)] if script[:2] == "03" else [extra]:
-                    print(
-                        f"    {script} {more} {peak(script, *more, **sizes) / 1e6:.1f} MB",
-                        flush=True,
-                    )
+            peaks = [f"{peak(script, *extra, **sizes) / 1e6:.1f}" for script, extra in steps]
+            print(f"| {sizes} | {' | '.join(peaks)} |", flush=True)
     else:
         draw_memory(ROOT / ".github" / "memory.svg")
         draw_step(ROOT / ".github" / "step.svg")
