@@ -22,7 +22,7 @@ from torchvision.datasets import MNIST
 
 def load(train):
     data = MNIST({str(ROOT / "data")!r}, train=train)
-    return TensorDataset(data.data[:500, None] / 255, data.targets[:500])
+    return TensorDataset(data.data[:510, None] / 255, data.targets[:510])
 
 train_set, test_set = load(True), load(False)
 """
