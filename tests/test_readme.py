@@ -18,7 +18,7 @@ from PIL import Image
 from torchvision.datasets import MNIST
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-QUICK = ["--device", "cpu", "--limit", "800", "--batch-size", "48", "--epochs", "2"]
+QUICK = ["--device", "cpu", "--limit", "800", "--batch-size", "48", "--epochs", "2", "--width", "4"]
 
 
 def code(script):

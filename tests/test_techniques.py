@@ -322,10 +322,10 @@ def test_profile_of_a_loop_that_the_gpu_limits(backlog, monkeypatch, capsys, tmp
 
 
 class Slow(TensorDataset):
-    """A loader that takes 0.2 s for each batch."""
+    """A loader that takes 0.6 s for each batch."""
 
     def __getitems__(self, indices):
-        time.sleep(0.2)
+        time.sleep(0.6)
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
@@ -335,7 +335,7 @@ def test_profile_shows_the_wait_for_a_slow_loader(workers, steps, monkeypatch, c
     module = load("09_profile.py")
     monkeypatch.setattr(module, "InMemory", Slow)
     monkeypatch.chdir(tmp_path)
-    flags = ["--device", "cpu", "--batch-size", "48", "--limit", steps * 48, "--epochs", "1"]
+    flags = ["--device", "cpu", "--batch-size", "24", "--limit", steps * 24, "--epochs", "1"]
     flags += ["--workers", workers, "--width", "3", "--trace", tmp_path / "new" / "trace.json"]
     monkeypatch.setattr(sys, "argv", ["09_profile.py", *map(str, flags)])
     monkeypatch.setattr(module, "evaluate", lambda *args: 0.0)
