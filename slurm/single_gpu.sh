@@ -1,9 +1,9 @@
 #!/bin/bash
 # Run one script on one GPU: sbatch slurm/single_gpu.sh 05_amp.py --width 256
-# The script is looked for where you submit, then above slurm/; the log goes to where you submit.
+# It is looked for in the folder you submit from, which also gets the log, and then next to slurm/.
 
-# edit: CPUs, memory, time; --partition and --account where you need them
-# Without --mem, many sites grant little, and a job that needs more dies of a mere "Killed".
+# edit: CPUs, memory, time limit; --partition and --account if required
+# Without --mem, many sites grant little memory, and a job that exceeds it ends with "Killed".
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=1
 #SBATCH --cpus-per-task=4
@@ -16,13 +16,13 @@
 set -euo pipefail
 fail() { echo "$1" >&2; exit 1; }
 
-# sbatch runs a copy of this file. Slurm knows where the original is: below the folder of 07_ddp.py.
+# Slurm runs a copy of this file. scontrol knows the original, in slurm/ next to the scripts.
 job=$(scontrol show job "$SLURM_JOB_ID")
 script=$(sed -n '/^ *Command=/ {s///p; q}' <<< "$job")
 project=$(dirname "$(dirname "${script%" $*"}")")
 
-# edit: make torch available, unless it was when you submitted
-set +u # modules and conda may read variables that are not set
+# edit: activate the environment that has torch, unless it was active when you submitted
+set +u # modules and conda may read unset variables
 # module load cuda
 # source "$project/.venv/bin/activate"
 set -u

@@ -22,6 +22,7 @@ needs_slurm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 ENV = {**os.environ, "PATH": PATH, "OMP_NUM_THREADS": "1"}
 SHORT = ["--device", "cpu", "--limit", "960", "--batch-size", "48"]
+LONG = ["--device", "cpu", "--limit", "6000", "--batch-size", "48", "--epochs", "5"]
 FAKE = """#!/bin/bash
 echo "launched $(hostname) $OMP_NUM_THREADS $PWD $@"
 [[ $* != *--fail* ]] || if [ $(hostname) = node1 ]; then sleep 600; else exit 3; fi
@@ -77,6 +78,12 @@ def log(folder, job, name="ddp"):
 
 def epochs(text):
     return [int(number) for number in re.findall(r"^epoch (\d+)/\d+ \|", text, re.MULTILINE)]
+
+
+def after_an_epoch(folder, job):
+    deadline = time.monotonic() + 100
+    while not epochs(log(folder, job)) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def launches(text):
@@ -204,20 +211,13 @@ def test_training_on_uneven_nodes(cluster, ddp):
 @needs_slurm
 def test_going_on(cluster, ddp, elsewhere):
     """A new job goes on with the file of one that ended early; then requeued, in the same log."""
-    flags = ["--device", "cpu", "--limit", "6000", "--batch-size", "48", "--epochs", "5"]
-    words = ["--gpus-per-node=1", "--cpus-per-task=1", ddp, *flags]
-
-    def after_an_epoch(job):
-        deadline = time.monotonic() + 100
-        while not epochs(log(elsewhere, job)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-
+    words = ["--gpus-per-node=1", "--cpus-per-task=1", ddp, *LONG]
     old = sbatch(cluster, *words, cwd=elsewhere)
-    after_an_epoch(old)
+    after_an_epoch(elsewhere, old)
     cluster.run("scancel", old)
     assert cluster.wait(old)["JobState"] == "CANCELLED"
     new = sbatch(cluster, *words, "--checkpoint", f"ddp-{old}.pt", cwd=elsewhere)
-    after_an_epoch(new)
+    after_an_epoch(elsewhere, new)
     assert cluster.run("scontrol", "requeue", new).returncode == 0
     cluster.wait(new, "PENDING")
     cluster.run("scontrol", "update", f"JobId={new}", "StartTime=now")  # else after two minutes
@@ -226,6 +226,26 @@ def test_going_on(cluster, ddp, elsewhere):
     assert (ended["ExitCode"], ended["Restarts"]) == ("0:0", "1"), text
     assert epochs(log(elsewhere, old)) + epochs(text) == [1, 2, 3, 4, 5]
     assert len(re.findall(r"resumed \| [1234]/5 epochs were done", text)) == 2
+
+
+@needs_slurm
+def test_chain_of_jobs(cluster, ddp, elsewhere):
+    """A job array, one job at a time and all with one checkpoint: each resumes the one before.
+
+    The first job is ended early, the second finishes the training, the third has nothing to do.
+    """
+    options = ["--array=1-3%1", "--output=ddp-%a.log", "--gpus-per-node=1", "--cpus-per-task=1"]
+    chain = sbatch(cluster, *options, ddp, *LONG, "--checkpoint", "run.pt", cwd=elsewhere)
+    after_an_epoch(elsewhere, 1)
+    cluster.run("scancel", f"{chain}_1")
+    states = [cluster.wait(f"{chain}_{job}")["JobState"] for job in (1, 2, 3)]
+    logs = [log(elsewhere, job) for job in (1, 2, 3)]
+    assert states == ["CANCELLED", "COMPLETED", "COMPLETED"], logs
+    done = [re.findall(r"resumed \| (\d)/5 epochs were done", text) for text in logs]
+    assert done[0] == [] and done[2] == ["5"] and len(done[1]) == 1, logs
+    first = int(done[1][0])  # the first job may be ended after it saves and before it prints
+    assert 0 < len(epochs(logs[0])) <= first < 5, logs
+    assert epochs(logs[1]) + epochs(logs[2]) == list(range(first + 1, 6)), logs
 
 
 @needs_slurm
