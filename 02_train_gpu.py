@@ -3,7 +3,7 @@
     python 02_train_gpu.py                               # the GPU if there is one, else the CPU
     python 02_train_gpu.py --limit 2000 --save model.pt  # seconds, but only about 70 % accuracy
 
-The first epoch includes start-up costs. Each of 03 to 09 is this file plus exactly one technique.
+Epoch 1 is slower, as it includes start-up. Each of 03 to 09 is this file plus one technique.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -44,7 +44,7 @@ def parse_args():
 
 
 # For your own data, replace InMemory (and collate_fn=tuple), load_data and build_model.
-class InMemory(TensorDataset):  # returns whole batches, which collate_fn=tuple leaves as they are
+class InMemory(TensorDataset):  # a whole batch at once; collate_fn=tuple passes it on as it is
     def __getitems__(self, indices):  # the DataLoader calls this once per batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
@@ -82,7 +82,7 @@ def train(model, loader, optimizer, scheduler, device):
     model.train()
     total_loss = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous copy
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # the CPU does not wait
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -118,18 +118,18 @@ def main():
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
     if args.device != "mps":  # some PyTorch versions compute wrong results there in channels_last
-        model.to(memory_format=torch.channels_last)  # the fastest memory format for convolutions
+        model.to(memory_format=torch.channels_last)  # often the fastest format for convolutions
 
     # By default only 250 updates follow, so the betas are lower than Adam's own, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=False: OneCycleLR keeps the betas
+    steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
     header += f" | batch {args.batch_size} | width {args.width}"
     print(header, flush=True)
     for epoch in range(1, args.epochs + 1):
-        start = time.perf_counter()  # train ends with .item(), which waits for the GPU
+        start = time.perf_counter()  # a correct time, as train's .item() waits for the GPU
         loss = train(model, train_loader, optimizer, scheduler, device)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
         accuracy = evaluate(model, test_loader, device)

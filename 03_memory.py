@@ -51,7 +51,7 @@ def parse_args():
 
 
 # For your own data, replace InMemory (and collate_fn=tuple), load_data and build_model.
-class InMemory(TensorDataset):  # returns whole batches, which collate_fn=tuple leaves as they are
+class InMemory(TensorDataset):  # a whole batch at once; collate_fn=tuple passes it on as it is
     def __getitems__(self, indices):  # the DataLoader calls this once per batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
@@ -89,7 +89,7 @@ def train(model, loader, optimizer, scheduler, device, segments):
     model.train()
     total_loss = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous copy
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # the CPU does not wait
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -125,11 +125,11 @@ def main():
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
     if args.device != "mps":  # some PyTorch versions compute wrong results there in channels_last
-        model.to(memory_format=torch.channels_last)  # the fastest memory format for convolutions
+        model.to(memory_format=torch.channels_last)  # often the fastest format for convolutions
 
     # By default only 250 updates follow, so the betas are lower than Adam's own, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=False: OneCycleLR keeps the betas
+    steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
@@ -137,7 +137,7 @@ def main():
     header += f" | {args.segments} segments"
     print(header, flush=True)
     for epoch in range(1, args.epochs + 1):
-        start = time.perf_counter()  # train ends with .item(), which waits for the GPU
+        start = time.perf_counter()  # a correct time, as train's .item() waits for the GPU
         loss = train(model, train_loader, optimizer, scheduler, device, args.segments)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
         accuracy = evaluate(model, test_loader, device)

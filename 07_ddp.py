@@ -3,9 +3,9 @@
     torchrun --standalone --nproc_per_node=4 07_ddp.py --checkpoint run.pt  # or sbatch slurm/ddp.sh
     git diff --no-index -w 02_train_gpu.py 07_ddp.py
 
-Small models gain nothing, because every step has to all-reduce the gradients. --batch-size remains
-the effective (global) batch size: it is split across the processes, so keep the learning rate. Each
-BatchNorm layer uses only the local part of a batch: on GPUs, convert the model to SyncBatchNorm. If
+Small models gain nothing: every step has to synchronize (all-reduce) the gradients. --batch-size
+remains the effective (global) batch size: it is split across the processes, so keep the learning
+rate. BatchNorm uses only the local part of a batch: on GPUs, use SyncBatchNorm (before DDP). If
 NCCL hangs with --workers, pass multiprocessing_context="forkserver" to both DataLoaders.
 """
 
@@ -50,14 +50,14 @@ def parse_args():
 
 
 # For your own data, replace InMemory (and collate_fn=tuple), load_data and build_model.
-class InMemory(TensorDataset):  # returns whole batches, which collate_fn=tuple leaves as they are
+class InMemory(TensorDataset):  # a whole batch at once; collate_fn=tuple passes it on as it is
     def __getitems__(self, indices):  # the DataLoader calls this once per batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
 def load_data(args):
     """Return DataLoaders of normalized float32 images [B, 1, 28, 28] and int64 classes [B]."""
-    if os.environ["LOCAL_RANK"] == "0":  # one process per node downloads, and the others wait
+    if os.environ["LOCAL_RANK"] == "0":  # one process per node downloads; if shared, run 02 first
         MNIST(args.data_dir, download=True)
     dist.barrier()
     sets = []
@@ -71,7 +71,7 @@ def load_data(args):
     train_loader = DataLoader(sets[0], local_batch_size, sampler=sampler, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
-    # A DistributedSampler would repeat or drop test images to give all ranks the same number.
+    # Not a DistributedSampler: to make equal parts, it would repeat or drop test images.
     sampler = range(dist.get_rank(), len(sets[1]), dist.get_world_size())
     return train_loader, DataLoader(sets[1], local_batch_size, sampler=sampler, **common)
 
@@ -95,7 +95,7 @@ def train(model, loader, optimizer, scheduler, device):
     model.train()
     total_loss = 0
     for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # asynchronous copy
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # the CPU does not wait
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -130,7 +130,7 @@ def resume(path, flags, model, optimizer, scheduler):
     """Load the checkpoint, if there is one, and return the number of finished epochs."""
     exists = dist.get_rank() == 0 and path and os.path.exists(path)
     found = [torch.load(path, map_location="cpu", weights_only=True) if exists else {"epoch": 0}]
-    dist.broadcast_object_list(found)  # what rank 0 found: other nodes may not see its file
+    dist.broadcast_object_list(found)  # from rank 0: other nodes may not see its file
     checkpoint = found[0]
     if checkpoint["epoch"] > 0:
         changed = {name: old for name, old in checkpoint["flags"].items() if old != flags.get(name)}
@@ -150,7 +150,7 @@ def main():
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)  # Gloo for resume()
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)  # Gloo: for CPU objects
     else:
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -160,12 +160,12 @@ def main():
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
     if args.device != "mps":  # some PyTorch versions compute wrong results there in channels_last
-        model.to(memory_format=torch.channels_last)  # the fastest memory format for convolutions
+        model.to(memory_format=torch.channels_last)  # often the fastest format for convolutions
     ddp_model = nn.parallel.DistributedDataParallel(model)  # its backward averages the gradients
 
     # By default only 250 updates follow, so the betas are lower than Adam's own, 0.9 and 0.999.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=False: OneCycleLR keeps the betas
+    steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
     flags = {name: getattr(args, name) for name in ("epochs", "batch_size", "lr", "limit", "seed")}
     done = resume(args.checkpoint, flags, model, optimizer, scheduler)
@@ -179,7 +179,7 @@ def main():
     for epoch in range(done + 1, args.epochs + 1):
         train_loader.sampler.set_epoch(epoch)  # otherwise every epoch has the same order
         torch.manual_seed(args.seed + epoch * world_size + rank)  # per rank and epoch, for dropout
-        start = time.perf_counter()  # train ends with .item(), which waits for the GPU
+        start = time.perf_counter()  # a correct time, as train's .item() waits for the GPU
         loss = train(ddp_model, train_loader, optimizer, scheduler, device)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
         accuracy = evaluate(model, test_loader, device)
