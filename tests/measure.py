@@ -154,7 +154,8 @@ def main():
     except KeyboardInterrupt:
         status = 130
     shutil.rmtree(folder, ignore_errors=True)
-    print(f"{machine(args.device)}: `python tests/measure.py {' '.join(sys.argv[1:])}`".strip())
+    command = " ".join(["python tests/measure.py", *sys.argv[1:]])
+    print(f"{machine(args.device)}: `{command}`")
     single = {name: rounds for name, rounds in results.items() if " + " not in name}
     stacked = {name: results[name] for name in results if name[:2] in ("02", "05") or "+" in name}
     for rows in single, stacked:
