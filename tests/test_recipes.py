@@ -125,7 +125,7 @@ def test_prediction(monkeypatch, capsys, tmp_path):
 def test_resume(monkeypatch, capsys, tmp_path):
     """Broken off in any save, and started again, it ends as if nothing had happened."""
     save, left, ends, run_loop = torch.save, [0], [], partial(execute, __name__="__main__")
-    data = torch.randn(604, 784, generator=torch.Generator().manual_seed(0))
+    data = torch.randn(700, 784, generator=torch.Generator().manual_seed(0))
     sets = [TensorDataset(x, x[:, :10].argmax(dim=1)) for x in (data[:600], data[600:])]
     monkeypatch.setitem(sys.modules, "data", mock.Mock(train_set=sets[0], val_set=sets[1]))
 
@@ -137,7 +137,7 @@ def test_resume(monkeypatch, capsys, tmp_path):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", breaks)
-    for left[0] in 0, 1, 2, 5, 6:
+    for left[0] in 0, 1, 2, 4, 5:
         (tmp_path / f"{left}").mkdir()
         monkeypatch.chdir(tmp_path / f"{left}")
         with pytest.raises(KeyboardInterrupt) if left[0] else contextlib.nullcontext():
@@ -145,9 +145,8 @@ def test_resume(monkeypatch, capsys, tmp_path):
         run_loop(block("def save"))
         states = [torch.load(name, weights_only=True) for name in ("run.pt", "best.pt")]
         ends.append([capsys.readouterr().out, *states])
-        assert ends[-1][0] == ends[0][0] and "epoch 8" not in ends[0][0]  # it stopped early
+        assert ends[-1][0] == ends[0][0]
         torch.testing.assert_close(ends[-1][1:], ends[0][1:], rtol=0, atol=0)
-    print(ends[0][0])
     with pytest.raises(SystemExit, match=r"run.pt was written with .*'lr': 0.1"):
         run_loop(block("def save").replace('"lr": 0.1', '"lr": 0.2'))
 
