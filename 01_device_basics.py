@@ -66,7 +66,7 @@ def mix_devices(device):
 
 
 def synchronize(device):
-    """Wait until the device has finished all work. A CPU has when a call returns."""
+    """Wait until the device has finished all work. On a CPU, a call returns when it is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     elif device.type == "mps":

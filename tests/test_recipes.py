@@ -113,6 +113,20 @@ def test_weights_and_stopping_on_two_ranks(tmp_path):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
+def test_check_of_gradients():
+    """It passes for the right weights, and fails for wrong ones and for a criterion with weights."""
+    layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(), nn.Linear(9, 5)
+    names = {"model": nn.Sequential(*layers), "criterion": nn.CrossEntropyLoss()}
+    data = TensorDataset(torch.randn(30, 6), torch.randint(5, (30,)))
+    names["train_loader"], code = DataLoader(data, 30), block("def gradients")
+    execute(code, **names)
+    with pytest.raises(AssertionError, match="not close"):
+        execute(code.replace("* len(y) / len(targets)", "/ 4"), **names)
+    names["criterion"] = nn.CrossEntropyLoss(torch.tensor([1, 2, 3, 4, 50.0]).double())
+    with pytest.raises(AssertionError, match="not close"):
+        execute(code, **names)
+
+
 def test_prediction(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))
