@@ -25,7 +25,7 @@ from torchvision.datasets import MNIST
 
 
 def show_devices():
-    """Print the devices of this machine. PyTorch calls AMD's GPUs "cuda" as well."""
+    """Print the devices of this machine. AMD's GPUs are "cuda" as well, "mps" is a Mac's GPU."""
     built = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     print(f"torch {torch.__version__} | built for {built} | {torch.get_num_threads()} CPU threads")
     for index in range(torch.cuda.device_count()):
@@ -55,7 +55,7 @@ def move_tensors(device):
 
 def mix_devices(device):
     """All tensors of an operation must be on one device: this is the most common error on a GPU."""
-    other = "meta" if device.type == "cpu" else "cpu"  # without a GPU, "meta" is the second device
+    other = "meta" if device.type == "cpu" else "cpu"  # "meta" (without data) stands in for a GPU
     model = nn.Linear(3, 2, device=device)
     try:
         model(torch.ones(1, 3, device=other))
@@ -103,7 +103,7 @@ def time_work(device):
 
 
 def copy_to_device(device):
-    """Only a copy from pinned (page-locked) memory can be asynchronous."""
+    """Only a copy from pinned memory, which is never swapped out, can be asynchronous."""
     if device.type != "cuda":
         print(f"pinned memory speeds up copies to CUDA devices: nothing to show on {device}")
         return
@@ -114,7 +114,7 @@ def copy_to_device(device):
     start = time.perf_counter()
     copy = pinned.to(device, non_blocking=True)
     returned = 1000 * (time.perf_counter() - start)
-    total = copy.sum().item()  # correct: the GPU works in order. Changing `pinned` would not be.
+    total = copy.sum().item()  # The GPU works in order. Do not change `pinned` earlier.
     print(f"pinned, non_blocking | returned after {returned:.3f} ms | sum {total:.0f}")
 
 
@@ -135,7 +135,7 @@ def train_on(device, images, targets):
         losses.append(loss.detach())
 
     duration = milliseconds(device, step)
-    loss = losses[-1].item()  # 3. Read numbers at the end: .item() waits for the device.
+    loss = losses[-1].item()  # 3. Call .item() after the loop: it waits for the device.
     print(f"{len(losses)} steps on {device} | loss {loss:.4f} | {duration:.1f} ms per step")
     return duration
 

@@ -37,14 +37,14 @@ def parse_args():
     add("--limit", type=int, help="use only the first LIMIT images of each set")
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
-    add("--save", help="file for the weights, written after every epoch (to resume, see 07)")
+    add("--save", help="file for the weights, written after every epoch (only 07 can resume)")
     args = parser.parse_args()
-    args.width = args.width or (256 if args.device == "cuda" else 8)
+    args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
     return args
 
 
-# For your own data, replace InMemory (and collate_fn=tuple), load_data and build_model.
-class InMemory(TensorDataset):  # a whole batch at once; collate_fn=tuple passes it on as it is
+# For your own data, replace this class, load_data and build_model, and delete "collate_fn": tuple.
+class InMemory(TensorDataset):  # indexes a whole batch at once, which needs "collate_fn": tuple
     def __getitems__(self, indices):  # the DataLoader calls this once per batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
@@ -54,7 +54,7 @@ def load_data(args):
     sets = []
     for is_train in True, False:
         mnist = MNIST(args.data_dir, train=is_train, download=True)
-        images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081
+        images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
@@ -95,7 +95,7 @@ def train(model, loader, optimizer, scheduler, device):
     return total_loss.item() / len(loader)
 
 
-@torch.inference_mode()
+@torch.inference_mode()  # no gradients: like no_grad, but faster
 def evaluate(model, loader, device):
     model.eval()
     correct = 0
@@ -117,10 +117,10 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # some PyTorch versions compute wrong results there in channels_last
-        model.to(memory_format=torch.channels_last)  # often the fastest format for convolutions
+    if args.device != "mps":  # channels_last gave wrong results on mps in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # same shapes, often faster convolutions
 
-    # By default only 250 updates follow, so the betas are lower than Adam's own, 0.9 and 0.999.
+    # These low betas suit the default run of 250 updates. For a longer run, leave betas out.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
     steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
