@@ -77,11 +77,14 @@ def on_rank(rank, path, model, weight, data, tasks, found):
     options = {"rank": rank, "world_size": 2, "timeout": timedelta(minutes=1)}
     dist.init_process_group("gloo", init_method=f"file://{path}", **options)
     names = {"dist": dist, "world_size": 2, "weight": weight, "accum": 4, "patience": 3}
-    for index, (code, targets) in enumerate(tasks):
+    for index, (code, targets, mean) in enumerate(tasks):
         part = slice(15 * rank, 15 * rank + 15) if "ddp_model" in code else slice(30)
         names |= {"loader": [(data[part], targets[part])], "model": copy.deepcopy(model)}
         names["optimizer"] = SGD(names["model"].parameters(), lr=1.0)
-        execute(code, ddp_model=nn.parallel.DistributedDataParallel(names["model"]), **names)
+        ddp_model = nn.parallel.DistributedDataParallel(names["model"])
+        result = execute(code, ddp_model=ddp_model, total_loss=0, **names)
+        if "chunk(" in code and "ddp_model" not in code:
+            torch.testing.assert_close(result["total_loss"], mean)
         found[rank, index] = names["model"].weight.detach()
     stop = f"for epoch in range(9):\n    waited = 3 if epoch == 4 + {rank} else {rank}\n"
     stop += textwrap.indent(block("dist.broadcast(stop"), "    ")
@@ -91,7 +94,10 @@ def on_rank(rank, path, model, weight, data, tasks, found):
 
 
 def test_weights_and_stopping_on_two_ranks(tmp_path):
-    """The gradient is that of the whole batch, with each `s`; both ranks stop when rank 0 does."""
+    """The gradient is that of the whole batch, with each `s`; both ranks stop when rank 0 does.
+
+    The running loss of the micro-batches is the mean over the batch.
+    """
     data, labels = torch.randn(30, 6).double(), torch.randint(5, (30,))
     weight, model = torch.tensor([1, 2, 3, 4, 50.0]).double(), nn.Linear(6, 5).double()
     accumulate, distribute = block("batch_inputs, batch_targets in"), block("all_reduce(s)")
@@ -106,7 +112,8 @@ def test_weights_and_stopping_on_two_ranks(tmp_path):
         for code in accumulate, distribute, both:
             name = "targets" if code is distribute else "batch_targets"
             code = code.replace(f"weight[{name}].sum()", line.replace("targets", name))
-            tasks.append((code if option else code.replace("weight=weight, ", ""), counted))
+            code = code if option else code.replace("weight=weight, ", "")
+            tasks.append((code, counted, loss.detach()))
     expected = torch.stack([*expected, torch.full((5, 6), 4.0).double()]).expand(2, -1, -1, -1)
     options = str(tmp_path / "store"), model, weight, data, tasks, found
     torch.multiprocessing.spawn(on_rank, options, nprocs=2)
