@@ -177,6 +177,44 @@ def test_patched_to_mixed_precision(name, trained, imitated_gpu, monkeypatch, tm
         assert made == [True]
 
 
+def test_patched_to_stop_early(monkeypatch, trained, tmp_path):
+    """Epoch 2 is the best; a killed run resumes, waits on, stops, and stays stopped."""
+    path, _ = patch("07 + early stopping", tmp_path)
+    flags = [*QUICK, "--epochs", "9", "--patience", "3", "--data-dir", str(ROOT / "data")]
+    flags += ["--save", "best.pt", "--checkpoint", "run.pt"]
+    monkeypatch.setattr(sys, "argv", [str(path), *flags])
+    evaluated, saved = [], {}
+
+    def train(accuracies):
+        module = load(path)
+        save, accuracies = module.save, iter(accuracies)
+
+        def record(state, file):
+            saved.setdefault(file, []).append(len(evaluated))
+            save(state, file)
+
+        def evaluate(*args):
+            evaluated.append(next(accuracies))
+            return evaluated[-1]
+
+        monkeypatch.setattr(module, "save", record)
+        monkeypatch.setattr(module, "evaluate", evaluate)
+        try:
+            module.main()
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+    with pytest.raises(StopIteration):  # the kill
+        train([0.5, 0.6, 0.6])
+    train([0.55, 0.4])
+    assert saved == {"best.pt": [1, 2], "run.pt": [1, 2, 3, 4, 5]}
+    state = torch.load("run.pt", weights_only=True)
+    assert (state["epoch"], state["best"], state["waited"]) == (5, 0.6, 3)
+    train([])
+    assert len(evaluated) == 5
+
+
 def test_measure(monkeypatch, capsys, tmp_path):
     """The table holds what the scripts print; a script that fails has a row with its last line."""
     plan = measure.measurements("cpu", tmp_path)

@@ -36,7 +36,8 @@ def block(word):
 
 def execute(code, **names):
     """Run code in a namespace of its own, which is returned."""
-    names = {**vars(lr_scheduler), "torch": torch, "nn": nn, "np": np, "device": "cpu", **names}
+    names = {**vars(lr_scheduler), "torch": torch, "nn": nn, "np": np, **names}
+    names.setdefault("device", torch.device("cpu"))
     exec(code, names)  # noqa: S102
     return names
 
@@ -77,14 +78,19 @@ def on_rank(rank, path, model, weight, data, tasks, found):
     options = {"rank": rank, "world_size": 2, "timeout": timedelta(minutes=1)}
     dist.init_process_group("gloo", init_method=f"file://{path}", **options)
     names = {"dist": dist, "world_size": 2, "weight": weight, "accum": 4, "patience": 3}
+    names |= {"contextlib": contextlib, "dtype": torch.bfloat16}  # autocast leaves float64 alone
+    names["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0)
     for index, (code, targets, mean) in enumerate(tasks):
         part = slice(15 * rank, 15 * rank + 15) if "ddp_model" in code else slice(30)
         names |= {"loader": [(data[part], targets[part])], "model": copy.deepcopy(model)}
         names["optimizer"] = SGD(names["model"].parameters(), lr=1.0)
         ddp_model = nn.parallel.DistributedDataParallel(names["model"])
         result = execute(code, ddp_model=ddp_model, total_loss=0, **names)
-        if "chunk(" in code and "ddp_model" not in code:
-            torch.testing.assert_close(result["total_loss"], mean)
+        total_loss = result["total_loss"]
+        if "ddp_model" in code:
+            dist.all_reduce(total_loss)
+            total_loss /= 2
+        torch.testing.assert_close(total_loss, mean)
         found[rank, index] = names["model"].weight.detach()
     stop = f"for epoch in range(9):\n    waited = 3 if epoch == 4 + {rank} else {rank}\n"
     stop += textwrap.indent(block("dist.broadcast(stop"), "    ")
@@ -100,9 +106,8 @@ def test_weights_and_stopping_on_two_ranks(tmp_path):
     """
     data, labels = torch.randn(30, 6).double(), torch.randint(5, (30,))
     weight, model = torch.tensor([1, 2, 3, 4, 50.0]).double(), nn.Linear(6, 5).double()
-    accumulate, distribute = block("batch_inputs, batch_targets in"), block("all_reduce(s)")
-    both = accumulate.replace("/ s", "* world_size / s").replace("model(", "ddp_model(")
-    both = re.sub(r"( +)(s = .*\n)", r"\1\2\1dist.all_reduce(s)\n", both)
+    accumulate, distribute = block("these add up"), block("divided by world_size")
+    both = block("once per batch")
     tasks, expected, found = [], [], torch.zeros(2, 10, 5, 6).double()
     for line in re.findall(r"`s = (.+)`", SECTION):
         counted = torch.where(torch.rand(30) < 0.4, -100, labels) if "-100" in line else labels
@@ -112,7 +117,7 @@ def test_weights_and_stopping_on_two_ranks(tmp_path):
         for code in accumulate, distribute, both:
             name = "targets" if code is distribute else "batch_targets"
             code = code.replace(f"weight[{name}].sum()", line.replace("targets", name))
-            code = code if option else code.replace("weight=weight, ", "")
+            code = code if option else re.sub(r'(weight=|"weight": )weight, ', "", code)
             tasks.append((code, counted, loss.detach()))
     expected = torch.stack([*expected, torch.full((5, 6), 4.0).double()]).expand(2, -1, -1, -1)
     options = str(tmp_path / "store"), model, weight, data, tasks, found
