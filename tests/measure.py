@@ -24,7 +24,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(
-    r"(<summary>(0\d(?: \+ (?:0\d|early stopping))*)\b.*?</summary>\n\n```diff\n)(.*?)(?=```)", re.DOTALL
+    r"(<summary>(0\d(?: \+ (?:0\d|early stopping))*)\b.*?</summary>\n\n```diff\n)(.*?)(?=```)",
+    re.DOTALL,
 )
 BLOCKS = {
     name: text for _, name, text in BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
