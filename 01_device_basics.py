@@ -114,7 +114,7 @@ def copy_to_device(device):
     start = time.perf_counter()
     copy = pinned.to(device, non_blocking=True)
     returned = 1000 * (time.perf_counter() - start)
-    total = copy.sum().item()  # The GPU works in order. Do not change `pinned` earlier.
+    total = copy.sum().item()  # The GPU works in order. Until here, `pinned` must not change.
     print(f"pinned, non_blocking | returned after {returned:.3f} ms | sum {total:.0f}")
 
 

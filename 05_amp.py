@@ -154,6 +154,8 @@ def main():
             result += f" | gpu memory {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB"
         if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
             raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
+        if scaler.get_scale() < 1e-4:  # every skipped step halves it
+            raise SystemExit(f"{result} | float16 overflows in nearly every step: not saved")
         if args.save:
             save(model.state_dict(), args.save)
         print(result, flush=True)

@@ -57,7 +57,7 @@ class InMemory(TensorDataset):  # indexes a whole batch at once, which needs "co
 
 def load_data(args):
     """Return DataLoaders of normalized float32 images [B, 1, 28, 28] and int64 classes [B]."""
-    if os.environ["LOCAL_RANK"] == "0":  # one process per node downloads; if shared, run 02 first
+    if os.environ["LOCAL_RANK"] == "0":  # one process per node; if nodes share data, run 02 first
         MNIST(args.data_dir, download=True)
     dist.barrier()  # the other processes wait for it here
     sets = []

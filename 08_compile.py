@@ -7,7 +7,8 @@ It fuses elementwise operations and reduces kernel launches. Convolutions and ma
 multiplications mostly remain library calls, so a model that consists of them gains little. The
 first epoch includes seconds to minutes of compilation: compare later epochs. A new input shape can
 cause a recompilation, which drop_last=True avoids in training; evaluation uses the uncompiled
-(eager) model. Results differ by rounding. CPUs need a C++ compiler, GPUs Triton and a C compiler.
+(eager) model. Results differ by rounding. CPUs need a C++ compiler, NVIDIA and AMD GPUs need Triton
+and a C compiler.
 """
 
 # SPDX-License-Identifier: 0BSD

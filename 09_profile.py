@@ -170,7 +170,8 @@ def main():
         on_gpu = f" | GPU {row.device_time / 1000:8.2f} ms" if gpu else ""
         print(f"{name:21} | CPU {row.cpu_time / 1000:8.2f} ms{on_gpu} per step")
     Path(args.trace).parent.mkdir(parents=True, exist_ok=True)
-    prof.export_chrome_trace(args.trace)  # only logs a failure: then the next line raises
+    Path(args.trace).write_text("")  # raises if this is impossible; the export would only log it
+    prof.export_chrome_trace(args.trace)
     print(f"trace | {args.trace} | {Path(args.trace).stat().st_size:,} bytes")
 
 

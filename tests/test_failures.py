@@ -161,3 +161,21 @@ def test_nan_in_a_step_that_the_scaler_skips(monkeypatch, tmp_path):
     train_on_nan("05_amp.py", flags, monkeypatch)
     weights = torch.load(tmp_path / "model.pt", weights_only=True)
     assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+def test_nan_in_every_step_with_float16(monkeypatch, tmp_path):
+    """All steps are skipped, so the weights stay finite but untrained: they replace nothing."""
+    older = tmp_path / "model.pt"
+    older.write_text("older")
+    flags = ["--dtype", "float16", "--limit", 2000, "--save", older]
+    with pytest.raises(SystemExit, match="loss nan .* float16 overflows in nearly every step"):
+        train_on_nan("05_amp.py", flags, monkeypatch)
+    assert older.read_text() == "older"
+
+
+def test_trace_that_cannot_be_written(monkeypatch, tmp_path):
+    """The profiler only logs it, and an older trace would look like a new one."""
+    flags = ["09_profile.py", "--device", "cpu", "--limit", "500", "--batch-size", "50"]
+    monkeypatch.setattr(sys, "argv", [*flags, "--trace", str(tmp_path)])
+    with pytest.raises(OSError):
+        load("09_profile.py").main()
