@@ -55,7 +55,8 @@ def move_tensors(device):
 
 def mix_devices(device):
     """All tensors of an operation must be on one device: this is the most common error on a GPU."""
-    other = "meta" if device.type == "cpu" else "cpu"  # "meta" (without data) stands in for a GPU
+    # Without a GPU, the second device is "meta", whose tensors have a shape but no data.
+    other = "meta" if device.type == "cpu" else "cpu"
     model = nn.Linear(3, 2, device=device)
     try:
         model(torch.ones(1, 3, device=other))
@@ -94,16 +95,17 @@ def time_work(device):
     torch.mm(a, a)
     wrong = 1000 * (time.perf_counter() - start)
     print(f"1024 x 1024 matmul | with synchronize {right:.3f} ms | without {wrong:.3f} ms")
+    devices = [device] if device.type == "cpu" else [torch.device("cpu"), device]
     for size in 64, 256, 1024:
         a = torch.randn(size, size)
         line = f"{size} x {size} matmul"
-        for where in dict.fromkeys([torch.device("cpu"), device]):  # once, if both are the CPU
+        for where in devices:
             line += f" | {where} {milliseconds(where, torch.mm, a.to(where), a.to(where)):.3f} ms"
         print(line)
 
 
 def copy_to_device(device):
-    """Only a copy from pinned memory, which is never swapped out, can be asynchronous."""
+    """Only a copy from pinned memory, which is never swapped out, can be fully asynchronous."""
     if device.type != "cuda":
         print(f"pinned memory speeds up copies to CUDA devices: nothing to show on {device}")
         return
@@ -114,7 +116,9 @@ def copy_to_device(device):
     start = time.perf_counter()
     copy = pinned.to(device, non_blocking=True)
     returned = 1000 * (time.perf_counter() - start)
-    total = copy.sum().item()  # The GPU works in order. Until here, `pinned` must not change.
+    # The GPU works in order, so the copy is complete when .item() returns. Do not change `pinned`
+    # before. The batches of a DataLoader are safe: it does not change what it has returned.
+    total = copy.sum().item()
     print(f"pinned, non_blocking | returned after {returned:.3f} ms | sum {total:.0f}")
 
 
@@ -122,7 +126,7 @@ def train_on(device, images, targets):
     """Time a training step. These three changes bring training to a device."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 10))
-    model.to(device)  # 1. Move the model, before you create the optimizer.
+    model.to(device)  # 1. Move the model, then create the optimizer and its state.
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
     losses = []
 
@@ -132,7 +136,7 @@ def train_on(device, images, targets):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(loss.detach())  # without the autograd graph, which would keep memory
 
     duration = milliseconds(device, step)
     loss = losses[-1].item()  # 3. Call .item() after the loop: it waits for the device.

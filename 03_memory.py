@@ -3,12 +3,14 @@
     python 03_memory.py --segments 3
     git diff --no-index -w 02_train_gpu.py 03_memory.py
 
-It pays off in deep models: this one has only two convolutions and saves a fifth of the peak. The
-model is split into segments. Each segment but the last keeps only its input, and its activations
-are recomputed during the backward pass, where its BatchNorm layers update their running statistics
-a second time. More segments do not always need less memory: on CUDA, compare the peaks printed at
-the end. If your model is not an nn.Sequential, call torch.utils.checkpoint.checkpoint with
-use_reentrant=False in its forward method.
+It pays off in deep models: this one has only two convolutions, and saves a fifth of the peak on a
+CPU. The model is split into segments. All segments except the last keep only their input, and their
+activations are recomputed during the backward pass. BatchNorm layers then update their running
+statistics twice per step: see section 03 of README.md. More segments do not always need less
+memory: on CUDA, compare the peaks printed at the end. If your model is not an nn.Sequential, import
+checkpoint from torch.utils.checkpoint, and call an expensive block in forward like this:
+
+    x = checkpoint(self.block, x, use_reentrant=False)
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -44,15 +46,16 @@ def parse_args():
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
     add("--save", help="file for the weights, written after every epoch (only 07 can resume)")
-    add("--segments", type=int, choices=range(1, 10), default=3, help="parts, default: %(default)s")
+    add("--segments", type=int, choices=range(1, 10), default=3, help="of 9 layers, default: 3")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
     return args
 
 
-# For your own data, replace this class, load_data and build_model, and delete "collate_fn": tuple.
-class InMemory(TensorDataset):  # indexes a whole batch at once, which needs "collate_fn": tuple
-    def __getitems__(self, indices):  # the DataLoader calls this once per batch
+# For your own data, replace load_data and build_model; for other tasks, also the loss and evaluate.
+# Keep InMemory for tensors that fit into memory. For any other Dataset, delete it and "collate_fn".
+class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
+    def __getitems__(self, indices):  # the DataLoader passes the indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
@@ -63,7 +66,8 @@ def load_data(args):
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
+    common["collate_fn"] = tuple  # InMemory returns whole batches: nothing is left to collate
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -88,8 +92,8 @@ def train(model, loader, optimizer, scheduler, device, segments):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # the CPU does not wait
+    for inputs, targets in loader:  # asynchronous: the CPU queues the GPU's work and goes on
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory only
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -107,15 +111,17 @@ def evaluate(model, loader, device):
     model.eval()
     correct = 0
     for inputs, targets in loader:
-        correct += (model(inputs.to(device)).argmax(dim=1) == targets.to(device)).sum()
+        predictions = model(inputs.to(device)).argmax(dim=1)
+        correct += (predictions == targets.to(device)).sum()
     return correct.item() / len(loader.dataset)  # the accuracy
 
 
-def save(state, path):
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+def save(state, path):  # atomic: an interrupted save leaves the older file intact
+    path = Path(path).resolve()  # if it is a symbolic link, the file that the link points to
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
-        Path(folder, "new").replace(path)  # an interrupted save leaves the older file intact
+        Path(folder, "new").replace(path)
 
 
 def main():
@@ -151,9 +157,9 @@ def main():
             save(model.state_dict(), args.save)
         print(result, flush=True)
 
-    state = [tensor for states in optimizer.state.values() for tensor in states.values()]
-    sizes = [sum(tensor.nbytes for tensor in group) for group in (model.parameters(), state)]
-    print("parameters and gradients, {:,} bytes each | optimizer state, {:,} bytes".format(*sizes))
+    size = sum(parameter.nbytes for parameter in model.parameters())  # gradients take as much
+    state = sum(tensor.nbytes for entry in optimizer.state.values() for tensor in entry.values())
+    print(f"parameters and gradients, {size:,} bytes each | optimizer state, {state:,} bytes")
     if args.device == "cuda":
         model.train()
         inputs, targets = (tensor.to(device) for tensor in next(iter(train_loader)))
@@ -164,10 +170,10 @@ def main():
             peak = torch.cuda.max_memory_allocated()
             print(f"peak of a forward and backward pass, {segments} segments | {peak:,} bytes")
             optimizer.zero_grad()
-        for moment in "before", "after":  # the caching allocator keeps freed memory reserved
-            sizes = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-            print("{} empty_cache | allocated {:,} | reserved {:,} bytes".format(moment, *sizes))
-            torch.cuda.empty_cache()
+        for moment in "before", "after":
+            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            print(f"{moment} empty_cache | allocated {allocated:,} | reserved {reserved:,} bytes")
+            torch.cuda.empty_cache()  # frees memory for other programs; training does not need it
 
 
 if __name__ == "__main__":

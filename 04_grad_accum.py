@@ -4,10 +4,10 @@
     git diff --no-index -w 02_train_gpu.py 04_grad_accum.py
 
 It saves activation memory, not time: small batches use a GPU less efficiently. --batch-size remains
-the effective batch size, the number of images per update, so the learning rate stays the same, and
-so does the result, up to rounding. Two layers differ: BatchNorm computes its statistics per
-micro-batch, and dropout draws other masks. Evaluation also uses the size of a micro-batch, so that
-the gpu memory, to be compared with that of 02, is that of training.
+the effective batch size, the number of images per update. Therefore the learning rate stays as it
+is, and so does the result, up to rounding, unless the model has BatchNorm or dropout: BatchNorm
+computes its statistics per micro-batch, and dropout draws other masks. The weight in train is for a
+loss that is a mean over images. For other losses, see "What is your loss?" in README.md.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -17,7 +17,6 @@ the gpu memory, to be compared with that of 02, is that of training.
 # ///
 
 import argparse
-import math
 import tempfile
 import time
 from pathlib import Path
@@ -49,9 +48,10 @@ def parse_args():
     return args
 
 
-# For your own data, replace this class, load_data and build_model, and delete "collate_fn": tuple.
-class InMemory(TensorDataset):  # indexes a whole batch at once, which needs "collate_fn": tuple
-    def __getitems__(self, indices):  # the DataLoader calls this once per batch
+# For your own data, replace load_data and build_model; for other tasks, also the loss and evaluate.
+# Keep InMemory for tensors that fit into memory. For any other Dataset, delete it and "collate_fn".
+class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
+    def __getitems__(self, indices):  # the DataLoader passes the indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
@@ -62,11 +62,13 @@ def load_data(args):
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
+    common["collate_fn"] = tuple  # InMemory returns whole batches: nothing is left to collate
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
-    return train_loader, DataLoader(sets[1], math.ceil(args.batch_size / args.accum), **common)
+    micro_batch_size = (args.batch_size - 1) // args.accum + 1  # rounded up, as by chunk
+    return train_loader, DataLoader(sets[1], micro_batch_size, **common)  # no peak in evaluation
 
 
 def build_model(width):
@@ -89,11 +91,11 @@ def train(model, loader, optimizer, scheduler, device, accum):
     total_loss = 0
     for batch_inputs, batch_targets in loader:
         for inputs, targets in zip(batch_inputs.chunk(accum), batch_targets.chunk(accum)):
-            inputs = inputs.to(device, non_blocking=loader.pin_memory)  # the CPU does not wait
+            inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory only
             targets = targets.to(device, non_blocking=loader.pin_memory)
             logits = model(inputs)
             loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
-            loss = loss * len(targets) / len(batch_targets)  # weighted by the share of the batch
+            loss = loss * len(targets) / len(batch_targets)  # weighted by its share of the batch
             total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
@@ -108,15 +110,17 @@ def evaluate(model, loader, device):
     model.eval()
     correct = 0
     for inputs, targets in loader:
-        correct += (model(inputs.to(device)).argmax(dim=1) == targets.to(device)).sum()
+        predictions = model(inputs.to(device)).argmax(dim=1)
+        correct += (predictions == targets.to(device)).sum()
     return correct.item() / len(loader.dataset)  # the accuracy
 
 
-def save(state, path):
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+def save(state, path):  # atomic: an interrupted save leaves the older file intact
+    path = Path(path).resolve()  # if it is a symbolic link, the file that the link points to
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
-        Path(folder, "new").replace(path)  # an interrupted save leaves the older file intact
+        Path(folder, "new").replace(path)
 
 
 def main():

@@ -1,14 +1,15 @@
-"""Automatic mixed precision: convolutions and matrix multiplications in 16-bit types.
+"""Automatic mixed precision (AMP): convolutions and matrix multiplications in 16-bit types.
 
     python 05_amp.py
     python 05_amp.py --dtype float16
     git diff --no-index -w 02_train_gpu.py 05_amp.py
 
-It pays off with a model that keeps the GPU busy, and with hardware support: Tensor Cores on GPUs,
-AVX512-BF16 or AMX on CPUs. CPUs without such support become slower. bfloat16 has the range of
-float32 and needs no loss scaling. float16, for older GPUs, has a smaller range: small gradients
-underflow, so a GradScaler scales the loss. It skips steps whose gradients overflow, often the first
-few, and waits for the GPU in every step. Evaluation stays in float32, to be comparable with 02.
+It pays off if the model keeps the GPU busy, and if the hardware supports the type: bfloat16 on GPUs
+since Ampere (A100, RTX 30) and on CPUs with AVX512-BF16 or AMX, float16 also on V100 and T4. Other
+CPUs become slower. bfloat16 has the range of float32: autocast alone is enough. float16 does not,
+and small gradients underflow, that is, become zero. Therefore a GradScaler multiplies the loss by a
+large factor. If the gradients overflow, it skips the step, often the first few, and lowers the
+factor. To know this, the CPU waits for the GPU once per step. Evaluation stays in float32.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -49,9 +50,10 @@ def parse_args():
     return args
 
 
-# For your own data, replace this class, load_data and build_model, and delete "collate_fn": tuple.
-class InMemory(TensorDataset):  # indexes a whole batch at once, which needs "collate_fn": tuple
-    def __getitems__(self, indices):  # the DataLoader calls this once per batch
+# For your own data, replace load_data and build_model; for other tasks, also the loss and evaluate.
+# Keep InMemory for tensors that fit into memory. For any other Dataset, delete it and "collate_fn".
+class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
+    def __getitems__(self, indices):  # the DataLoader passes the indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
@@ -62,7 +64,8 @@ def load_data(args):
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
+    common["collate_fn"] = tuple  # InMemory returns whole batches: nothing is left to collate
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -83,25 +86,22 @@ def build_model(width):
     )
 
 
-def train(model, loader, optimizer, scheduler, device, dtype, scaler):
+def train(model, loader, optimizer, device, dtype, scaler):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # the CPU does not wait
+    for inputs, targets in loader:  # asynchronous: the CPU queues the GPU's work and goes on
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory only
         targets = targets.to(device, non_blocking=loader.pin_memory)
         with torch.autocast(device.type, dtype):
             logits = model(inputs)
             loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
         total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward()  # with bfloat16, the scaler is off: these lines are 02's
         scaler.unscale_(optimizer)  # clip the true gradients, not the scaled ones
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        scale = scaler.get_scale()  # waits for the GPU, as scaler.step would anyway
-        scaler.step(optimizer)
+        scaler.step(optimizer)  # skipped if a gradient overflowed
         scaler.update()
-        if scaler.get_scale() >= scale:  # a lower scale means that the step was skipped
-            scheduler.step()  # once per batch, not once per epoch
         optimizer.zero_grad()
     return total_loss.item() / len(loader)
 
@@ -111,15 +111,17 @@ def evaluate(model, loader, device):
     model.eval()
     correct = 0
     for inputs, targets in loader:
-        correct += (model(inputs.to(device)).argmax(dim=1) == targets.to(device)).sum()
+        predictions = model(inputs.to(device)).argmax(dim=1)
+        correct += (predictions == targets.to(device)).sum()
     return correct.item() / len(loader.dataset)  # the accuracy
 
 
-def save(state, path):
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+def save(state, path):  # atomic: an interrupted save leaves the older file intact
+    path = Path(path).resolve()  # if it is a symbolic link, the file that the link points to
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
-        Path(folder, "new").replace(path)  # an interrupted save leaves the older file intact
+        Path(folder, "new").replace(path)
 
 
 def main():
@@ -135,6 +137,7 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
     steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())  # after every step not skipped
     old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)  # before Ampere
     dtype = getattr(torch, args.dtype or ("float16" if old_gpu else "bfloat16"))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # off for bfloat16
@@ -145,7 +148,7 @@ def main():
     print(header, flush=True)
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()  # a correct time, as train's .item() waits for the GPU
-        loss = train(model, train_loader, optimizer, scheduler, device, dtype, scaler)
+        loss = train(model, train_loader, optimizer, device, dtype, scaler)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
         accuracy = evaluate(model, test_loader, device)
         result = f"epoch {epoch}/{args.epochs} | loss {loss:.4f} | accuracy {accuracy:.2%}"
@@ -154,7 +157,7 @@ def main():
             result += f" | gpu memory {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB"
         if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
             raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
-        if scaler.get_scale() < 1e-4:  # every skipped step halves it
+        if scaler.get_scale() < 1e-4:  # it starts at 65,536, and every skipped step halves it
             raise SystemExit(f"{result} | float16 overflows in nearly every step: not saved")
         if args.save:
             save(model.state_dict(), args.save)

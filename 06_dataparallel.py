@@ -47,9 +47,10 @@ def parse_args():
     return args
 
 
-# For your own data, replace this class, load_data and build_model, and delete "collate_fn": tuple.
-class InMemory(TensorDataset):  # indexes a whole batch at once, which needs "collate_fn": tuple
-    def __getitems__(self, indices):  # the DataLoader calls this once per batch
+# For your own data, replace load_data and build_model; for other tasks, also the loss and evaluate.
+# Keep InMemory for tensors that fit into memory. For any other Dataset, delete it and "collate_fn".
+class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
+    def __getitems__(self, indices):  # the DataLoader passes the indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
@@ -60,7 +61,8 @@ def load_data(args):
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
+    common["collate_fn"] = tuple  # InMemory returns whole batches: nothing is left to collate
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -85,8 +87,8 @@ def train(model, loader, optimizer, scheduler, device):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # the CPU does not wait
+    for inputs, targets in loader:  # asynchronous: the CPU queues the GPU's work and goes on
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory only
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -104,15 +106,17 @@ def evaluate(model, loader, device):
     model.eval()
     correct = 0
     for inputs, targets in loader:
-        correct += (model(inputs.to(device)).argmax(dim=1) == targets.to(device)).sum()
+        predictions = model(inputs.to(device)).argmax(dim=1)
+        correct += (predictions == targets.to(device)).sum()
     return correct.item() / len(loader.dataset)  # the accuracy
 
 
-def save(state, path):
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+def save(state, path):  # atomic: an interrupted save leaves the older file intact
+    path = Path(path).resolve()  # if it is a symbolic link, the file that the link points to
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
-        Path(folder, "new").replace(path)  # an interrupted save leaves the older file intact
+        Path(folder, "new").replace(path)
 
 
 def main():

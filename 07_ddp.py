@@ -5,8 +5,9 @@
 
 Small models gain nothing: every step has to synchronize (all-reduce) the gradients. --batch-size
 remains the effective (global) batch size: it is split across the processes, so keep the learning
-rate. BatchNorm uses only the local part of a batch: on GPUs, use SyncBatchNorm (before DDP). If
-NCCL hangs with --workers, pass multiprocessing_context="forkserver" to both DataLoaders.
+rate. BatchNorm uses only the local part of a batch, unless, on GPUs, you convert the model before
+DDP wraps it: model = nn.SyncBatchNorm.convert_sync_batchnorm(model). If NCCL hangs with --workers,
+pass multiprocessing_context="forkserver" to both DataLoaders.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -49,29 +50,31 @@ def parse_args():
     return args
 
 
-# For your own data, replace this class, load_data and build_model, and delete "collate_fn": tuple.
-class InMemory(TensorDataset):  # indexes a whole batch at once, which needs "collate_fn": tuple
-    def __getitems__(self, indices):  # the DataLoader calls this once per batch
+# For your own data, replace load_data and build_model; for other tasks, also the loss and evaluate.
+# Keep InMemory for tensors that fit into memory. For any other Dataset, delete it and "collate_fn".
+class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
+    def __getitems__(self, indices):  # the DataLoader passes the indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
 def load_data(args):
     """Return DataLoaders of normalized float32 images [B, 1, 28, 28] and int64 classes [B]."""
-    if os.environ["LOCAL_RANK"] == "0":  # one process per node; if nodes share data, run 02 first
-        MNIST(args.data_dir, download=True)
+    if os.environ["LOCAL_RANK"] == "0":  # the first process of each node, as set by torchrun
+        MNIST(args.data_dir, download=True)  # if nodes share the folder, run 02 once before
     dist.barrier()  # the other processes wait for it here
     sets = []
     for is_train in True, False:
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
+    common["collate_fn"] = tuple  # InMemory returns whole batches: nothing is left to collate
     local_batch_size = args.batch_size // dist.get_world_size()
-    sampler = DistributedSampler(sets[0], seed=args.seed, drop_last=True)  # it shuffles
+    sampler = DistributedSampler(sets[0], seed=args.seed, drop_last=True)  # shuffled, equal parts
     train_loader = DataLoader(sets[0], local_batch_size, sampler=sampler, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
-    # Not a DistributedSampler: to make equal parts, it would repeat or drop test images.
+    # Every world_size-th image. A DistributedSampler would repeat or drop some, for equal parts.
     sampler = range(dist.get_rank(), len(sets[1]), dist.get_world_size())
     return train_loader, DataLoader(sets[1], local_batch_size, sampler=sampler, **common)
 
@@ -94,8 +97,8 @@ def train(model, loader, optimizer, scheduler, device):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # the CPU does not wait
+    for inputs, targets in loader:  # asynchronous: the CPU queues the GPU's work and goes on
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory only
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -114,23 +117,25 @@ def evaluate(model, loader, device):
     model.eval()
     correct = 0
     for inputs, targets in loader:
-        correct += (model(inputs.to(device)).argmax(dim=1) == targets.to(device)).sum()
+        predictions = model(inputs.to(device)).argmax(dim=1)
+        correct += (predictions == targets.to(device)).sum()
     dist.all_reduce(correct)
     return correct.item() / len(loader.dataset)  # the accuracy
 
 
-def save(state, path):
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+def save(state, path):  # atomic: an interrupted save leaves the older file intact
+    path = Path(path).resolve()  # if it is a symbolic link, the file that the link points to
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
-        Path(folder, "new").replace(path)  # an interrupted save leaves the older file intact
+        Path(folder, "new").replace(path)
 
 
 def resume(path, flags, model, optimizer, scheduler):
     """Load the checkpoint, if there is one, and return the number of finished epochs."""
     exists = dist.get_rank() == 0 and path and os.path.exists(path)
     found = [torch.load(path, map_location="cpu", weights_only=True) if exists else {"epoch": 0}]
-    dist.broadcast_object_list(found)  # from rank 0: other nodes may not see its file
+    dist.broadcast_object_list(found)  # from rank 0, in place: other nodes may not see its file
     checkpoint = found[0]
     if checkpoint["epoch"] > 0:
         changed = {name: old for name, old in checkpoint["flags"].items() if old != flags.get(name)}
@@ -150,9 +155,8 @@ def main():
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)  # Gloo: for CPU objects
-    else:
-        dist.init_process_group("gloo")
+    # NCCL communicates between GPUs, Gloo between CPUs, which is how the checkpoint is sent.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be a multiple of the {world_size} processes")
@@ -161,7 +165,7 @@ def main():
     model = build_model(args.width).to(device)
     if args.device != "mps":  # channels_last gave wrong results on mps in some PyTorch versions
         model.to(memory_format=torch.channels_last)  # same shapes, often faster convolutions
-    ddp_model = nn.parallel.DistributedDataParallel(model)  # its backward averages the gradients
+    ddp_model = nn.parallel.DistributedDataParallel(model)  # same weights, averaged gradients
 
     # These low betas suit the default run of 250 updates. For a longer run, leave betas out.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
@@ -174,6 +178,7 @@ def main():
     header += f" | batch {args.batch_size} | width {args.width}"
     header += f" | world size {world_size}"
     header += f"\nresumed | {done}/{args.epochs} epochs were done" if done else ""
+    header += ": nothing is left to train or to save" if done == args.epochs else ""
     if rank == 0:
         print(header, flush=True)
     for epoch in range(done + 1, args.epochs + 1):

@@ -3,11 +3,12 @@
     python 09_profile.py --trace trace.json
     git diff --no-index -w 02_train_gpu.py 09_profile.py
 
-Profiling slows down what it records: measure the throughput with 02. The last steps of the first
-epoch are recorded. The lines at the end compare, per step, the CPU time of each part and, on CUDA,
-the time of the GPU kernels it launched. ProfilerStep* is the whole step: the larger of its two
-times limits the speed. enumerate(DataLoader) is the wait for data. In the table, "Self CPU"
-excludes child operators, "CPU total" includes them, and the CUDA columns are times on the GPU.
+Profiling slows down what it records: measure the throughput with 02. The last 3 steps of the first
+epoch are recorded, or as many as --workers, after warm-up steps that use up the batches which the
+workers have prepared. The lines at the end give the mean per step: the CPU time of each part and,
+on CUDA, the time of the GPU kernels it launched. ProfilerStep* is the whole step: the larger of its
+two times limits the speed. enumerate(DataLoader) is the wait for data. In the table, "Self CPU"
+excludes the operators that an operator calls, and "CPU total" includes them.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -43,15 +44,16 @@ def parse_args():
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
     add("--save", help="file for the weights, written after every epoch (only 07 can resume)")
-    add("--trace", default="trace.json", help="for ui.perfetto.dev (default: %(default)s)")
+    add("--trace", default="trace.json", help="timeline for ui.perfetto.dev (default: %(default)s)")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
     return args
 
 
-# For your own data, replace this class, load_data and build_model, and delete "collate_fn": tuple.
-class InMemory(TensorDataset):  # indexes a whole batch at once, which needs "collate_fn": tuple
-    def __getitems__(self, indices):  # the DataLoader calls this once per batch
+# For your own data, replace load_data and build_model; for other tasks, also the loss and evaluate.
+# Keep InMemory for tensors that fit into memory. For any other Dataset, delete it and "collate_fn".
+class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
+    def __getitems__(self, indices):  # the DataLoader passes the indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
@@ -62,7 +64,8 @@ def load_data(args):
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda", "collate_fn": tuple}
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
+    common["collate_fn"] = tuple  # InMemory returns whole batches: nothing is left to collate
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -87,8 +90,8 @@ def train(model, loader, optimizer, scheduler, device, prof):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # the CPU does not wait
+    for inputs, targets in loader:  # asynchronous: the CPU queues the GPU's work and goes on
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory only
         targets = targets.to(device, non_blocking=loader.pin_memory)
         with record_function("forward"):
             logits = model(inputs)
@@ -110,15 +113,17 @@ def evaluate(model, loader, device):
     model.eval()
     correct = 0
     for inputs, targets in loader:
-        correct += (model(inputs.to(device)).argmax(dim=1) == targets.to(device)).sum()
+        predictions = model(inputs.to(device)).argmax(dim=1)
+        correct += (predictions == targets.to(device)).sum()
     return correct.item() / len(loader.dataset)  # the accuracy
 
 
-def save(state, path):
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+def save(state, path):  # atomic: an interrupted save leaves the older file intact
+    path = Path(path).resolve()  # if it is a symbolic link, the file that the link points to
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
-        Path(folder, "new").replace(path)  # an interrupted save leaves the older file intact
+        Path(folder, "new").replace(path)
 
 
 def main():
@@ -134,16 +139,17 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
     steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
-    active = max(3, args.workers)  # steps to record: workers deliver batches in bursts
-    wait = len(train_loader) - active - 1  # steps to skip before one warm-up step
+    # While the profiler starts, each worker prepares 2 batches (prefetch_factor): warm up longer.
+    warmup, active = 1 + 2 * args.workers, max(3, args.workers)
+    wait = len(train_loader) - warmup - active  # the first steps, which are not profiled
     if wait < 0:
-        raise SystemExit(f"an epoch needs {active + 1} steps: lower --batch-size or raise --limit")
-    torch.autograd.set_multithreading_enabled(False)  # else "backward" would lack its GPU kernels
+        raise SystemExit(f"too few steps, {warmup + active}: lower --batch-size or raise --limit")
+    torch.autograd.set_multithreading_enabled(False)  # profile only: gives "backward" its kernels
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
     header += f" | batch {args.batch_size} | width {args.width}"
     print(header, flush=True)
-    with profile(schedule=schedule(wait=wait, warmup=1, active=active, repeat=1)) as prof:
+    with profile(schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1)) as prof:
         for epoch in range(1, args.epochs + 1):
             start = time.perf_counter()  # a correct time, as train's .item() waits for the GPU
             loss = train(model, train_loader, optimizer, scheduler, device, prof)
@@ -160,19 +166,19 @@ def main():
             print(result, flush=True)
 
     rows = prof.key_averages()
-    cpu = {row.key: row for row in rows if row.device_type.name == "CPU"}
-    gpu = [row for row in rows if row.key not in cpu]  # a GPU row "forward" would count twice
-    rows[:] = [*cpu.values(), *gpu]
-    sort_by = "self_device_time_total" if gpu else "self_cpu_time_total"
+    sort_by = "self_device_time_total" if args.device == "cuda" else "self_cpu_time_total"
     print(rows.table(sort_by=sort_by, row_limit=15, max_name_column_width=40))
+    parts = {row.key.split("#")[0]: row for row in rows if row.device_type.name == "CPU"}
     for name in "ProfilerStep*", "enumerate(DataLoader)", "forward", "backward", "optimizer":
-        row = next(row for key, row in cpu.items() if key.startswith(name))
-        on_gpu = f" | GPU {row.device_time / 1000:8.2f} ms" if gpu else ""
-        print(f"{name:21} | CPU {row.cpu_time / 1000:8.2f} ms{on_gpu} per step")
-    Path(args.trace).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.trace).write_text("")  # raises if this is impossible; the export would only log it
-    prof.export_chrome_trace(args.trace)
-    print(f"trace | {args.trace} | {Path(args.trace).stat().st_size:,} bytes")
+        line = f"{name:21} | CPU {parts[name].cpu_time / 1000:8.2f} ms"  # from microseconds
+        if args.device == "cuda":
+            line += f" | GPU {parts[name].device_time / 1000:8.2f} ms"
+        print(f"{line} per step")
+    trace = Path(args.trace).resolve()
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    trace.write_text("")  # raises an error if it cannot be written; the export would only log it
+    prof.export_chrome_trace(str(trace))
+    print(f"trace | {args.trace} | {trace.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

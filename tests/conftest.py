@@ -121,6 +121,16 @@ def short(tmp_path_factory):
         yield short
 
 
+class Imitated(type):
+    """A type in place of torch.device that makes nothing but the CPU, for isinstance as well."""
+
+    def __call__(cls, *name):
+        return cls.real("cpu")
+
+    def __instancecheck__(cls, value):
+        return isinstance(value, cls.real)
+
+
 @pytest.fixture
 def imitated_gpu(monkeypatch):
     """Lets a script's branches for CUDA run on the CPU: with --device cuda, it gets the CPU."""
@@ -129,7 +139,7 @@ def imitated_gpu(monkeypatch):
     def call(name, value):
         monkeypatch.setattr(torch.cuda, name, lambda *args: calls.append(name) or value)
 
-    monkeypatch.setattr(torch, "device", lambda name, *index: device("cpu"))
+    monkeypatch.setattr(torch, "device", Imitated("device", (), {"real": device}))
     for name in "reset_peak_memory_stats", "empty_cache":
         call(name, None)
     for name in "max_memory_allocated", "memory_allocated", "memory_reserved":
