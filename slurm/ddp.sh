@@ -1,10 +1,11 @@
 #!/bin/bash
 # Multi-node training with DDP: sbatch slurm/ddp.sh [script.py] [flags of the script]
-# The script, 07_ddp.py by default, is looked for in the folder you submit from, which also gets
-# the log and the checkpoint, and then next to slurm/. It must use torchrun's variables, as 07 does.
-# Options of Slurm override those below: sbatch --nodes=1 slurm/ddp.sh mine.py --epochs 4
-# A requeued 07_ddp.py resumes from ddp-JOBID.pt: the line with --checkpoint passes it that flag.
-# Give your own script a fixed name: sbatch slurm/ddp.sh mine.py --checkpoint run.pt
+# It looks for the script, 07_ddp.py by default, in the folder you submit from, then next to slurm/.
+# The log, the checkpoint and paths in flags are relative to the folder you submit from.
+# Options before ddp.sh override those below: sbatch --nodes=1 slurm/ddp.sh mine.py --epochs 4
+# 07_ddp.py gets --checkpoint ddp-JOBID.pt, so that it resumes when the job is requeued.
+# Pass your own script its own flag for that: sbatch slurm/ddp.sh mine.py --checkpoint run.pt
+# slurm/README.md explains requeue, chains of jobs, local data, network interfaces and errors.
 
 # edit: nodes; GPUs, CPUs and memory per node; time limit; --partition and --account if required
 # Without --mem, many sites grant little memory, and a job that exceeds it ends with "Killed".
@@ -29,7 +30,7 @@ project=$(dirname "$(dirname "${original%" $*"}")")
 [[ $0 == */slurm_script ]] || project=$(dirname "$0")/..
 
 script=07_ddp.py
-if [[ ${1-} == [!-]*.py ]]; then script=$1; shift; fi
+if [[ ${1-} == [!-]*.py ]]; then script=$1; shift; fi # not a flag such as --save=x.py
 [[ ${script##*/} != 07_ddp.py ]] || set -- --checkpoint "ddp-$SLURM_JOB_ID.pt" "$@"
 [ -f "$script" ] || [ ! -f "$project/$script" ] || script=$project/$script
 [ -f "$script" ] || fail "$script not found, neither in $PWD nor in $project"

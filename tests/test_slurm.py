@@ -174,16 +174,16 @@ def test_environment_and_flags(cluster, ddp, elsewhere):
 def test_which_script(cluster, ddp, elsewhere):
     """That of the folder of submission, else that next to slurm/. Only 07 gets a --checkpoint."""
     project, copy = ddp.parents[1], elsewhere / "my copy"
-    copy.mkdir()
-    (copy / "07_ddp.py").touch()
-    for script in elsewhere / "mine.py", project / "mine.py", project / "own.py":
+    own = elsewhere / "mine.py", project / "mine.py", project / "a" / "b.py"
+    for script in copy / "07_ddp.py", *own:
+        script.parent.mkdir(exist_ok=True)
         script.touch()
     runs = {
         (elsewhere, "mine.py", "--resume", "a b.pt", "*"): "mine.py --resume a b.pt *",
-        (elsewhere, "own.py"): f"{project}/own.py",
-        (elsewhere, project / "mine.py", "own.py"): f"{project}/mine.py own.py",
+        (elsewhere, "a/b.py", "c/d e"): f"{project}/a/b.py c/d e",
+        (elsewhere, project / "mine.py", "b.py"): f"{project}/mine.py b.py",
         (elsewhere, "07_ddp.py", "--lr=1"): f"{project}/07_ddp.py --checkpoint ddp-JOB.pt --lr=1",
-        (elsewhere, "--save=own.py"): f"{project}/07_ddp.py --checkpoint ddp-JOB.pt --save=own.py",
+        (elsewhere, "--save=b.py"): f"{project}/07_ddp.py --checkpoint ddp-JOB.pt --save=b.py",
         (elsewhere, "my copy/07_ddp.py"): "my copy/07_ddp.py --checkpoint ddp-JOB.pt",
         (copy,): "07_ddp.py --checkpoint ddp-JOB.pt",
     }
