@@ -151,8 +151,9 @@ def test_from_inside_an_allocation(cluster, ddp, elsewhere):
     job = sbatch(cluster, ddp, cwd=elsewhere, env=fake(ddp), within=within)
     assert cluster.wait(job)["ExitCode"] == "0:0", log(elsewhere, job)
     assert launches(log(elsewhere, job)) == on_each(4, 4)
-    done = cluster.run(*within, "bash", ddp, cwd=ddp.parents[1], env=fake(ddp))
+    done = cluster.run(*within, "bash", ddp, "02_train_gpu.py", cwd=elsewhere, env=fake(ddp))
     assert launches(done.stdout) == [("node1", 2, 2), ("node2", 1, 2)], done.stderr
+    assert done.stdout.count(f"{ddp.parent}/../02_train_gpu.py\n") == 2
 
 
 @needs_slurm
@@ -170,16 +171,46 @@ def test_environment_and_flags(cluster, ddp, elsewhere):
 
 
 @needs_slurm
+def test_which_script(cluster, ddp, elsewhere):
+    """That of the folder of submission, else that next to slurm/. Only 07 gets a --checkpoint."""
+    project, copy = ddp.parents[1], elsewhere / "my copy"
+    own = elsewhere / "mine.py", project / "mine.py", project / "a" / "b.py"
+    for script in copy / "07_ddp.py", *own:
+        script.parent.mkdir(exist_ok=True)
+        script.touch()
+    runs = {
+        (elsewhere, "mine.py", "--resume", "a b.pt", "*"): "mine.py --resume a b.pt *",
+        (elsewhere, "a/b.py", "c/d e"): f"{project}/a/b.py c/d e",
+        (elsewhere, project / "mine.py", "b.py"): f"{project}/mine.py b.py",
+        (elsewhere, "07_ddp.py", "--lr=1"): f"{project}/07_ddp.py --checkpoint ddp-JOB.pt --lr=1",
+        (elsewhere, "--save=b.py"): f"{project}/07_ddp.py --checkpoint ddp-JOB.pt --save=b.py",
+        (elsewhere, "my copy/07_ddp.py"): "my copy/07_ddp.py --checkpoint ddp-JOB.pt",
+        (copy,): "07_ddp.py --checkpoint ddp-JOB.pt",
+    }
+    jobs = {run: sbatch(cluster, ddp, *run[1:], cwd=run[0], env=fake(ddp)) for run in runs}
+    for run, job in jobs.items():
+        assert cluster.wait(job)["ExitCode"] == "0:0", log(run[0], job)
+        words = f" --rdzv_id={job} {runs[run].replace('JOB', job)}\n"
+        assert log(run[0], job).count(words) == 2, log(run[0], job)
+
+
+@needs_slurm
 def test_failures(cluster, ddp, elsewhere):
     """What is missing is the log's first line; when one node's launcher fails, the job ends."""
     alone = shutil.copy(ddp, elsewhere)
     bare = {**ENV, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
     no_script = sbatch(cluster, alone, cwd=elsewhere)
     no_torch = sbatch(cluster, ddp, cwd=elsewhere, env=bare)
+    no_own = sbatch(cluster, ddp, "mine.py", "--lr=1", cwd=elsewhere, env=fake(ddp))
     failing = sbatch(cluster, ddp, "--fail", cwd=elsewhere, env=fake(ddp))
-    for job, start in (no_script, "07_ddp.py not found"), (no_torch, "torchrun not found"):
+    starts = {
+        no_script: f"07_ddp.py not found, neither in {elsewhere} nor in {elsewhere.parent}\n",
+        no_torch: "torchrun not found: ",
+        no_own: f"mine.py not found, neither in {elsewhere} nor in {ddp.parents[1]}\n",
+    }
+    for job, start in starts.items():
         assert cluster.wait(job)["ExitCode"] == "1:0"
-        assert log(elsewhere, job).startswith(start)
+        assert log(elsewhere, job).startswith(start), log(elsewhere, job)
     assert cluster.wait(failing, timeout=60)["JobState"] == "FAILED"
 
 
@@ -200,12 +231,15 @@ def test_thousands_of_nodes(ddp):
 
 @needs_slurm
 def test_training_on_uneven_nodes(cluster, ddp):
-    """Two GPUs on one node and one on the other; submitted from slurm/."""
+    """A script of one's own; two GPUs on one node and one on the other; submitted from slurm/."""
     ddp.write_text(ddp.read_text().replace("--gpus-per-node=4", "--gpus=3"))
-    job = sbatch(cluster, "--cpus-per-task=1", "ddp.sh", *SHORT, cwd=ddp.parent)
+    shutil.copy(ddp.parents[1] / "07_ddp.py", ddp.with_name("mine.py"))
+    flags = [*SHORT, "--data-dir", "../data", "--checkpoint", "run.pt"]
+    job = sbatch(cluster, "--cpus-per-task=1", "ddp.sh", "mine.py", *flags, cwd=ddp.parent)
     assert cluster.wait(job)["ExitCode"] == "0:0", log(ddp.parent, job)
     assert epochs(log(ddp.parent, job)) == [1, 2]
-    assert torch.load(ddp.parent / f"ddp-{job}.pt", weights_only=True)["epoch"] == 2
+    assert torch.load(ddp.parent / "run.pt", weights_only=True)["epoch"] == 2
+    assert not list(ddp.parent.glob("ddp-*.pt"))
 
 
 @needs_slurm
