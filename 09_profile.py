@@ -143,7 +143,9 @@ def main():
     warmup, active = 1 + 2 * args.workers, max(3, args.workers)
     wait = len(train_loader) - warmup - active  # the first steps, which are not profiled
     if wait < 0:
-        raise SystemExit(f"too few steps, {warmup + active}: lower --batch-size or raise --limit")
+        raise SystemExit(
+            f"an epoch needs {warmup + active} steps: lower --batch-size, raise --limit"
+        )
     torch.autograd.set_multithreading_enabled(False)  # profile only: gives "backward" its kernels
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"

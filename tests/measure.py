@@ -6,6 +6,9 @@
 Every script runs as a user would run it, in a process of its own. The rounds alternate between the
 scripts, so that a machine that becomes slower in between slows down all of them. What is running is
 said on standard error. A script that fails gets a row with its last line, and the exit status is 1.
+
+If the GPU works in less than 80 % of a step of 02, the model is too small for it, and 05 and 08 can
+show little. Then 02, 05 and 08 are also measured at twice and four times the width.
 """
 
 import argparse
@@ -33,6 +36,7 @@ BLOCKS = {
 LAST = re.compile(
     r"epoch (\d+)/\1 \| loss .* \| accuracy (.*)% \| ([\d,]+) images/s(?: \| gpu memory (\d+) MiB)?"
 )
+KERNELS = re.compile(r"ProfilerStep\* +\| CPU +[\d.]+ ms \| GPU +([\d.]+) ms per step")  # of 09
 
 
 def patched(name, folder):
@@ -76,7 +80,11 @@ def measurements(device, folder):
 
 
 def run(script, flags, processes, folder):
-    """Return images/s in the last epoch, the accuracy in %, MiB (0 on a CPU); or what went wrong."""
+    """Return a list, or what went wrong as a string.
+
+    The list: images/s in the last epoch, the accuracy in %, MiB (0 on a CPU), and the milliseconds of
+    GPU kernels per step (0 for all but 09).
+    """
     command = [sys.executable, str(ROOT / script), *flags, "--data-dir", str(ROOT / "data")]
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled"}
     if processes:
@@ -86,7 +94,9 @@ def run(script, flags, processes, folder):
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     last = LAST.search(done.stdout)
     if done.returncode == 0 and last:
-        return int(last[3].replace(",", "")), float(last[2]), int(last[4] or 0)
+        kernels = KERNELS.search(done.stdout)
+        speed, memory = int(last[3].replace(",", "")), int(last[4] or 0)
+        return [speed, float(last[2]), memory, float(kernels[1]) if kernels else 0.0]
     lines = (done.stdout + done.stderr).splitlines() or ["no output"]
     return [line for line in lines if "Error" in line or line == lines[-1]][-1].replace("|", "/")
 
@@ -116,6 +126,31 @@ def table(results, gpu):
         yield f"| {' | '.join([name, *cells])} |"
 
 
+def share_of_the_gpu(results, batch_size=480):
+    """Return in which share of a step of 02 the GPU works, or None if that was not measured.
+
+    The kernels are those that 09 has recorded, and the time of a step is that of 02, since the
+    profiler makes a step slower, but not its kernels.
+    """
+    base, profiled = (
+        [found for found in results.get(name, []) if not isinstance(found, str)]
+        for name in ("02, training loop", "09, profiler")
+    )
+    if not base or not profiled or not profiled[0][3]:
+        return None
+    step = 1000 * batch_size / statistics.median(found[0] for found in base)
+    return statistics.median(found[3] for found in profiled) / step
+
+
+def wider(todo, width):
+    """What to run at this width: 02, and 05 and 08 with their dtypes and modes, as in `todo`."""
+    names = [name for name in todo if re.match(r"0[258], ", name)]
+    return {
+        f"{name}, width {width}": (todo[name][0], [*todo[name][1], "--width", str(width)], 0)
+        for name in names
+    }
+
+
 def machine(device):
     """GPUs or processor, versions and date, in one line."""
     if device == "cuda":
@@ -141,17 +176,28 @@ def main():
     add("--device", choices=["cuda", "cpu"], default=device, help="default: cuda, else cpu")
     add("--limit", type=int, help="images of each set (default: all on CUDA, otherwise 9600)")
     add("--width", type=int, help="as for the scripts")
+    add("--wider", action="store_true", help="also twice and four times the width, on any device")
     args = parser.parse_args()
     limit = args.limit or (60000 if args.device == "cuda" else 9600)
     flags = ["--device", args.device, "--limit", str(limit)]
     flags += ["--width", str(args.width)] if args.width else []
     folder = tempfile.mkdtemp()
-    todo, results, status = measurements(args.device, folder), {}, 0
-    try:
+    todo, results, sizes, status = measurements(args.device, folder), {}, [], 0
+
+    def measure(todo, results):
         for number in range(1, args.rounds + 1):
             for name, (script, own, processes) in todo.items():
                 print(f"round {number}/{args.rounds} | {name}", file=sys.stderr, flush=True)
                 results.setdefault(name, []).append(run(script, flags + own, processes, folder))
+
+    try:
+        measure(todo, results)
+        share = share_of_the_gpu(results)
+        if args.wider or (share is not None and share < 0.8):
+            width = args.width or (256 if args.device == "cuda" else 8)
+            for factor in 2, 4:
+                sizes.append({})
+                measure(wider(todo, factor * width), sizes[-1])
     except KeyboardInterrupt:
         status = 130
     shutil.rmtree(folder, ignore_errors=True)
@@ -159,9 +205,13 @@ def main():
     print(f"{machine(args.device)}: `{command}`")
     single = {name: rounds for name, rounds in results.items() if " + " not in name}
     stacked = {name: results[name] for name in results if name[:2] in ("02", "05") or "+" in name}
-    for rows in single, stacked:
+    for rows in filter(None, (single, stacked, *sizes)):
         print("", *table(rows, args.device == "cuda"), sep="\n")
-    failed = any(isinstance(found, str) for rounds in results.values() for found in rounds)
+    share = share_of_the_gpu(results)
+    if share is not None:
+        print(f"\nThe GPU works in {share:.0%} of a step of 02.")
+    every = [found for rows in (results, *sizes) for rounds in rows.values() for found in rounds]
+    failed = any(isinstance(found, str) for found in every)
     sys.exit(status or failed)
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def in_namespace(lines, *words):
         ("03_memory.py", ["--segments", "10"], ["--segments", "invalid choice"]),
         ("07_ddp.py", [], ["torchrun --standalone --nproc_per_node"]),
         ("09_profile.py", ["--batch-size", "13"], ["an epoch needs 4 steps", "--limit"]),
-        ("09_profile.py", ["--batch-size", "7", "--workers", "7"], ["an epoch needs 8 steps"]),
+        ("09_profile.py", ["--batch-size", "7", "--workers", "7"], ["an epoch needs 22 steps"]),
     ],
 )
 def test_bad_flags(script, flags, words, monkeypatch, capsys, tmp_path):
@@ -126,6 +127,30 @@ def test_two_runs_save_to_the_same_file(script, monkeypatch, tmp_path):
     module.save({"run": 1}, path)
     assert torch.load(path, weights_only=True) == {"run": 1}
     assert [found.name for found in tmp_path.iterdir()] == ["model.pt"]
+
+
+@pytest.mark.parametrize("script", FAMILY)
+def test_save_follows_a_symbolic_link(script, tmp_path):
+    """Such as latest.pt, which points to a larger disk: the link stays, the target is replaced."""
+    (tmp_path / "far").mkdir()
+    for target in "far/new.pt", "far/older.pt":  # the first one does not exist yet
+        link = tmp_path / f"{Path(target).stem}-link.pt"
+        link.symlink_to(tmp_path / target)
+    (tmp_path / "far" / "older.pt").write_text("older")
+    for link in tmp_path.glob("*-link.pt"):
+        load(script).save({"run": 1}, str(link))
+        assert link.is_symlink() and torch.load(link, weights_only=True) == {"run": 1}
+    assert sorted(path.name for path in (tmp_path / "far").iterdir()) == ["new.pt", "older.pt"]
+
+
+def test_trace_follows_a_symbolic_link(monkeypatch, tmp_path):
+    (tmp_path / "far").mkdir()
+    link = tmp_path / "trace.json"
+    link.symlink_to(tmp_path / "far" / "trace.json")
+    flags = ["09_profile.py", "--device", "cpu", "--limit", "200", "--batch-size", "50"]
+    monkeypatch.setattr(sys, "argv", [*flags, "--epochs", "1", "--trace", str(link)])
+    load("09_profile.py").main()
+    assert link.is_symlink() and (tmp_path / "far" / "trace.json").stat().st_size > 10_000
 
 
 class Nan(TensorDataset):

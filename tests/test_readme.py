@@ -87,7 +87,9 @@ def trained(monkeypatch, capsys, tmp_path):
                 torch.distributed.destroy_process_group()
         lines = capsys.readouterr().out.splitlines()
         if done:
-            return lines.index("resumed | 2/2 epochs were done")
+            return lines.index(
+                "resumed | 2/2 epochs were done: nothing is left to train or to save"
+            )
         last = [EPOCH.fullmatch(line) for line in lines if line.startswith("epoch")][-1]
         return float(last[3]), float(last[4])
 
@@ -236,6 +238,33 @@ def test_measure(monkeypatch, capsys, tmp_path):
     assert rows[0][2:] == ("1.00 (1.00, 1.00)", f"{accuracy:.2f} %")
     base, ddp = (int(row[1].replace(",", "")) for row in rows[:2])
     assert rows[1][2] == "{0:.2f} ({0:.2f}, {0:.2f})".format(ddp / base)
+
+
+@pytest.mark.parametrize("kernels, share", [(2.4, 30), (7.9, 99), (0.0, None)])
+def test_measure_finds_a_model_too_small_for_the_gpu(kernels, share, monkeypatch, capsys, tmp_path):
+    """8 ms per step at 60,000 images/s; below 80 % of that in kernels, wider models follow."""
+
+    def run(script, flags, processes, folder):
+        ran.append((str(script)[:2], flags[-1]))
+        return [60_000, 99.0, 100, kernels if "09" in str(script) else 0.0]
+
+    ran = []
+    monkeypatch.setattr(measure, "run", run)
+    monkeypatch.setattr(measure, "patched", lambda name, folder: "05_08.py")
+    monkeypatch.setattr(measure, "machine", lambda device: "a GPU")
+    flags = ["--rounds", "1", "--width", "256", "--device", "cuda"]
+    monkeypatch.setattr(sys, "argv", ["measure.py", *flags])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit) as ended:
+        measure.main()
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert ("of a step of 02" in out) == (share is not None)
+    assert share is None or f"The GPU works in {share} % of a step".replace(" %", "%") in out
+    more = [(script, width) for script, width in ran if width in ("512", "1024")]
+    expected = [(s, w) for w in ("512", "1024") for s in ("02", "05", "05", "08", "08", "08")]
+    assert more == (expected if share == 30 else [])
+    assert ("| 08, torch.compile, reduce-overhead, width 1024 | 60,000 |" in out) == (share == 30)
 
 
 def test_files_and_anchors_exist():

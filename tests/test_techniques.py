@@ -310,24 +310,35 @@ def recorded_on_a_gpu(backlog):
 
 
 @pytest.mark.parametrize("backlog", [0, 1, 4, 12])
-def test_profile_of_a_loop_that_the_gpu_limits(backlog, monkeypatch, capsys, tmp_path):
+def test_profile_of_a_loop_that_the_gpu_limits(
+    backlog, imitated_gpu, monkeypatch, capsys, tmp_path
+):
     """Kernels belong to the region that launched them, however far behind the GPU is."""
     events = recorded_on_a_gpu(backlog)
     monkeypatch.setattr(profile, "key_averages", lambda self: events.key_averages())
     monkeypatch.setattr(profile, "events", lambda self: events)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["09_profile.py", *QUICK])
+    flags = [*QUICK, "--device", "cuda", "--width", "3"]
+    monkeypatch.setattr(sys, "argv", ["09_profile.py", *flags])
     load("09_profile.py").main()
-    output = capsys.readouterr().out
-    assert regions(output) == {
+    assert regions(capsys.readouterr().out) == {
         "ProfilerStep*": (1.0, 2.0),
         "enumerate(DataLoader)": (0.08, 0.0),
         "forward": (0.3, 0.6),
         "backward": (0.3, 1.1),
         "optimizer": (0.3, 0.3),
     }
-    total = re.search(r"Self CUDA time total: ([\d.]+)ms", output)[1]
-    assert float(total) == pytest.approx(2 * (backlog + 3))  # kernels alone, each of them once
+
+
+def test_profile_whose_region_was_renamed(monkeypatch, tmp_path):
+    """The error names the line that is missing."""
+    module = load("09_profile.py")
+    real = module.record_function
+    monkeypatch.setattr(module, "record_function", lambda name: real(name.replace("for", "four")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["09_profile.py", *QUICK])
+    with pytest.raises(KeyError, match="'forward'"):
+        module.main()
 
 
 class Slow(TensorDataset):
@@ -338,19 +349,27 @@ class Slow(TensorDataset):
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
-@pytest.mark.parametrize("workers, steps", [(0, 5), *((4, steps) for steps in range(12, 16))])
-def test_profile_shows_the_wait_for_a_slow_loader(workers, steps, monkeypatch, capsys, tmp_path):
-    """Workers deliver in bursts: wherever the epoch ends, the wait between two must be recorded."""
-    module = load("09_profile.py")
+@pytest.mark.parametrize(
+    "workers, steps, start", [(0, 5, 0), *((4, 13 + i, 3 * (i % 2)) for i in range(4))]
+)
+def test_profile_shows_the_wait_for_a_slow_loader(
+    workers, steps, start, monkeypatch, capsys, tmp_path
+):
+    """Workers deliver in bursts: wherever the epoch ends, the wait between two must be recorded.
+
+    While the profiler starts, which can take seconds on a GPU, the workers fill their queues.
+    """
+    module, prepare = load("09_profile.py"), profile.prepare_trace
+    monkeypatch.setattr(profile, "prepare_trace", lambda self: time.sleep(start) or prepare(self))
     monkeypatch.setattr(module, "InMemory", Slow)
     monkeypatch.chdir(tmp_path)
     flags = ["--device", "cpu", "--batch-size", "24", "--limit", steps * 24, "--epochs", "1"]
-    flags += ["--workers", workers, "--width", "3", "--trace", tmp_path / "new" / "trace.json"]
+    flags += ["--workers", workers, "--width", "1", "--trace", tmp_path / "new" / "trace.json"]
     monkeypatch.setattr(sys, "argv", ["09_profile.py", *map(str, flags)])
     monkeypatch.setattr(module, "evaluate", lambda *args: 0.0)
     module.main()
     times = regions(capsys.readouterr().out)
-    assert times["enumerate(DataLoader)"][0] > 0.5 * times["ProfilerStep*"][0]
+    assert times["enumerate(DataLoader)"][0] > 0.3 * times["ProfilerStep*"][0]  # without load, 0.9
 
 
 def test_profile_never_spans_an_evaluation(monkeypatch, tmp_path):
