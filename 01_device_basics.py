@@ -90,11 +90,11 @@ def milliseconds(device, work, *args):
 def time_work(device):
     """GPU work is asynchronous: a call returns when the work is queued, not when it is done."""
     a = torch.randn(1024, 1024, device=device)
-    right = milliseconds(device, torch.mm, a, a)
+    complete = milliseconds(device, torch.mm, a, a)
     start = time.perf_counter()
     torch.mm(a, a)
-    wrong = 1000 * (time.perf_counter() - start)
-    print(f"1024 x 1024 matmul | with synchronize {right:.3f} ms | without {wrong:.3f} ms")
+    queued = 1000 * (time.perf_counter() - start)
+    print(f"1024 x 1024 matmul | with synchronize {complete:.3f} ms | without {queued:.3f} ms")
     devices = [device] if device.type == "cpu" else [torch.device("cpu"), device]
     for size in 64, 256, 1024:
         a = torch.randn(size, size)
@@ -117,7 +117,7 @@ def copy_to_device(device):
     copy = pinned.to(device, non_blocking=True)
     returned = 1000 * (time.perf_counter() - start)
     # The GPU works in order, so the copy is complete when .item() returns. Do not change `pinned`
-    # before. The batches of a DataLoader are safe: it does not change what it has returned.
+    # before. The batches of a DataLoader are safe: their memory is not reused before that.
     total = copy.sum().item()
     print(f"pinned, non_blocking | returned after {returned:.3f} ms | sum {total:.0f}")
 

@@ -67,7 +67,7 @@ def load_data(args):
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
     common["collate_fn"] = tuple  # InMemory returns whole batches: nothing is left to collate
     local_batch_size = args.batch_size // dist.get_world_size()
     sampler = DistributedSampler(sets[0], seed=args.seed, drop_last=True)  # shuffled, equal parts
@@ -163,11 +163,11 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # channels_last gave wrong results on mps in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # same shapes, often faster convolutions
+    if args.device != "mps":  # where channels_last gave wrong results in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # for convolutions; inputs need no change
     ddp_model = nn.parallel.DistributedDataParallel(model)  # same weights, averaged gradients
 
-    # These low betas suit the default run of 250 updates. For a longer run, leave betas out.
+    # lr, betas and label smoothing are tuned for MNIST. For other data, start with Adam's defaults.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
     steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
@@ -191,7 +191,7 @@ def main():
         result = f"epoch {epoch}/{args.epochs} | loss {loss:.4f} | accuracy {accuracy:.2%}"
         result += f" | {speed:,.0f} images/s"
         if args.device == "cuda":
-            result += f" | gpu memory {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB"
+            result += f" | peak memory {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB"
         if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
             raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
         if rank == 0:

@@ -28,7 +28,7 @@ HEADER = re.compile(
 )
 EPOCH = re.compile(
     r"epoch (\d+)/(\d+) \| loss (\d+\.\d{4}) \| accuracy (\d+\.\d\d)% \| ([\d,]+) images/s"
-    r"(?: \| gpu memory (\d+) MiB)?"
+    r"(?: \| peak memory (\d+) MiB)?"
 )
 
 

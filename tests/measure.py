@@ -34,7 +34,7 @@ BLOCKS = {
     name: text for _, name, text in BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 }
 LAST = re.compile(
-    r"epoch (\d+)/\1 \| loss .* \| accuracy (.*)% \| ([\d,]+) images/s(?: \| gpu memory (\d+) MiB)?"
+    r"epoch (\d+)/\1 \| loss .* \| accuracy (.*)% \| ([\d,]+) images/s(?: \| peak memory (\d+) MiB)?"
 )
 KERNELS = re.compile(r"ProfilerStep\* +\| CPU +[\d.]+ ms \| GPU +([\d.]+) ms per step")  # of 09
 

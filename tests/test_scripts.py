@@ -122,7 +122,7 @@ def test_on_a_gpu(script, tmp_path):
     done = run(script, *SHORT, "--device", "cuda", "--save", tmp_path / "weights.pt", cwd=tmp_path)
     epochs = results(done)
     assert epochs[-1][2] > 85
-    assert "gpu memory" in done.stdout and "gpu memory 0 MiB" not in done.stdout
+    assert "peak memory" in done.stdout and "peak memory 0 MiB" not in done.stdout
 
 
 @pytest.mark.gpu
