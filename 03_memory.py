@@ -52,10 +52,10 @@ def parse_args():
     return args
 
 
-# For your own data, replace load_data and build_model; for other tasks, also the loss and evaluate.
-# Keep InMemory for tensors that fit into memory. For any other Dataset, delete it and "collate_fn".
+# For your own data, replace load_data and build_model; for another task, also loss and accuracy.
+# Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
-    def __getitems__(self, indices):  # the DataLoader passes the indices of a batch
+    def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
@@ -66,8 +66,8 @@ def load_data(args):
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
-    common["collate_fn"] = tuple  # InMemory returns whole batches: nothing is left to collate
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
+    common["collate_fn"] = tuple  # only for InMemory, whose batches need no collating
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -92,14 +92,14 @@ def train(model, loader, optimizer, scheduler, device, segments):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:  # asynchronous: the CPU queues the GPU's work and goes on
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory only
+    for inputs, targets in loader:  # asynchronous: the CPU only queues the GPU's work
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # copies too, if pinned
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
         total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # optional
         optimizer.step()
         scheduler.step()  # once per batch, not once per epoch
         optimizer.zero_grad()
@@ -117,7 +117,7 @@ def evaluate(model, loader, device):
 
 
 def save(state, path):  # atomic: an interrupted save leaves the older file intact
-    path = Path(path).resolve()  # if it is a symbolic link, the file that the link points to
+    path = Path(path).resolve()  # of a symbolic link, replace the target, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
@@ -130,10 +130,10 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # where channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # for convolutions; inputs need no change
+    if args.device != "mps":  # there, the next line gave wrong results in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # faster convolutions; inputs need no change
 
-    # lr, betas and label smoothing are tuned for MNIST. For other data, start with Adam's defaults.
+    # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
     steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)

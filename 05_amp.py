@@ -1,4 +1,4 @@
-"""Automatic mixed precision (AMP): convolutions and matrix multiplications in 16-bit types.
+"""Automatic mixed precision (AMP): autocast computes convolutions and matrix products in 16 bits.
 
     python 05_amp.py
     python 05_amp.py --dtype float16
@@ -6,10 +6,10 @@
 
 It pays off if the model keeps the GPU busy, and if the hardware supports the type: bfloat16 on GPUs
 since Ampere (A100, RTX 30) and on CPUs with AVX512-BF16 or AMX, float16 also on V100 and T4. Other
-CPUs become slower. bfloat16 has the range of float32: autocast alone is enough. float16 does not,
-and small gradients underflow, that is, become zero. Therefore a GradScaler multiplies the loss by a
-large factor. If the gradients overflow, it skips the step, often the first few, and lowers the
-factor. To know this, the CPU waits for the GPU once per step. Evaluation stays in float32.
+CPUs become slower. bfloat16 has the range of float32, so it needs only autocast. With float16,
+small gradients underflow, that is, become zero. Therefore a GradScaler multiplies the loss by a
+large factor. If gradients overflow, it skips the step, often the first few, and lowers the factor.
+To see an overflow, the CPU waits for the GPU once per step. Evaluation stays in float32, by choice.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -50,10 +50,10 @@ def parse_args():
     return args
 
 
-# For your own data, replace load_data and build_model; for other tasks, also the loss and evaluate.
-# Keep InMemory for tensors that fit into memory. For any other Dataset, delete it and "collate_fn".
+# For your own data, replace load_data and build_model; for another task, also loss and accuracy.
+# Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
-    def __getitems__(self, indices):  # the DataLoader passes the indices of a batch
+    def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
@@ -64,8 +64,8 @@ def load_data(args):
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
-    common["collate_fn"] = tuple  # InMemory returns whole batches: nothing is left to collate
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
+    common["collate_fn"] = tuple  # only for InMemory, whose batches need no collating
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -90,18 +90,18 @@ def train(model, loader, optimizer, device, dtype, scaler):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:  # asynchronous: the CPU queues the GPU's work and goes on
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory only
+    for inputs, targets in loader:  # asynchronous: the CPU only queues the GPU's work
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # copies too, if pinned
         targets = targets.to(device, non_blocking=loader.pin_memory)
-        with torch.autocast(device.type, dtype):
+        with torch.autocast(device.type, dtype):  # forward and loss only; weights stay float32
             logits = model(inputs)
             loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
         total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
-        scaler.scale(loss).backward()  # with bfloat16, the scaler is off: these lines are 02's
-        scaler.unscale_(optimizer)  # clip the true gradients, not the scaled ones
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        scaler.step(optimizer)  # skipped if a gradient overflowed
-        scaler.update()
+        scaler.scale(loss).backward()  # with bfloat16, the scaler is off and does nothing
+        scaler.unscale_(optimizer)  # for clipping: of the true gradients, not the scaled ones
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # optional
+        scaler.step(optimizer)  # none after an overflow; a hook in main calls scheduler.step()
+        scaler.update()  # adapts the factor
         optimizer.zero_grad()
     return total_loss.item() / len(loader)
 
@@ -117,7 +117,7 @@ def evaluate(model, loader, device):
 
 
 def save(state, path):  # atomic: an interrupted save leaves the older file intact
-    path = Path(path).resolve()  # if it is a symbolic link, the file that the link points to
+    path = Path(path).resolve()  # of a symbolic link, replace the target, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
@@ -130,14 +130,14 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # where channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # for convolutions; inputs need no change
+    if args.device != "mps":  # there, the next line gave wrong results in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # faster convolutions; inputs need no change
 
-    # lr, betas and label smoothing are tuned for MNIST. For other data, start with Adam's defaults.
+    # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
     steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
-    optimizer.register_step_post_hook(lambda *_: scheduler.step())  # after every step not skipped
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())  # in place of the call in train
     old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)  # before Ampere
     dtype = getattr(torch, args.dtype or ("float16" if old_gpu else "bfloat16"))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # off for bfloat16
@@ -157,7 +157,7 @@ def main():
             result += f" | peak memory {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB"
         if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
             raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
-        if scaler.get_scale() < 1e-4:  # it starts at 65,536, and every skipped step halves it
+        if scaler.get_scale() < 1e-4:  # it starts at 65,536; every skipped step halves it
             raise SystemExit(f"{result} | float16 overflows in nearly every step: not saved")
         if args.save:
             save(model.state_dict(), args.save)

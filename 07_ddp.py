@@ -3,11 +3,11 @@
     torchrun --standalone --nproc_per_node=4 07_ddp.py --checkpoint run.pt  # or sbatch slurm/ddp.sh
     git diff --no-index -w 02_train_gpu.py 07_ddp.py
 
-Small models gain nothing: every step has to synchronize (all-reduce) the gradients. --batch-size
-remains the effective (global) batch size: it is split across the processes, so keep the learning
-rate. BatchNorm uses only the local part of a batch, unless, on GPUs, you convert the model before
-DDP wraps it: model = nn.SyncBatchNorm.convert_sync_batchnorm(model). If NCCL hangs with --workers,
-pass multiprocessing_context="forkserver" to both DataLoaders.
+torchrun starts this file once per GPU and gives each process a number, its rank. Small models gain
+nothing: every backward pass has to average (all-reduce) the gradients. Only ddp_model does that:
+train it, but evaluate and save model, which has the same weights. --batch-size is the effective
+(global) batch size, split across the processes, so keep the learning rate. BatchNorm uses only the
+local part: on GPUs, nn.SyncBatchNorm.convert_sync_batchnorm(model) before DDP changes that.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -50,33 +50,33 @@ def parse_args():
     return args
 
 
-# For your own data, replace load_data and build_model; for other tasks, also the loss and evaluate.
-# Keep InMemory for tensors that fit into memory. For any other Dataset, delete it and "collate_fn".
+# For your own data, replace load_data and build_model; for another task, also loss and accuracy.
+# Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
-    def __getitems__(self, indices):  # the DataLoader passes the indices of a batch
+    def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
 def load_data(args):
     """Return DataLoaders of normalized float32 images [B, 1, 28, 28] and int64 classes [B]."""
-    if os.environ["LOCAL_RANK"] == "0":  # the first process of each node, as set by torchrun
-        MNIST(args.data_dir, download=True)  # if nodes share the folder, run 02 once before
+    if os.environ["LOCAL_RANK"] == "0":  # only for a download: the first process of each machine
+        MNIST(args.data_dir, download=True)  # if machines share the folder, run 02 once before
     dist.barrier()  # the other processes wait for it here
     sets = []
     for is_train in True, False:
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
-    common["collate_fn"] = tuple  # InMemory returns whole batches: nothing is left to collate
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
+    common["collate_fn"] = tuple  # only for InMemory, whose batches need no collating
     local_batch_size = args.batch_size // dist.get_world_size()
-    sampler = DistributedSampler(sets[0], seed=args.seed, drop_last=True)  # shuffled, equal parts
+    sampler = DistributedSampler(sets[0], seed=args.seed, drop_last=True)  # replaces shuffle=True
     train_loader = DataLoader(sets[0], local_batch_size, sampler=sampler, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
     # Every world_size-th image. A DistributedSampler would repeat or drop some, for equal parts.
-    sampler = range(dist.get_rank(), len(sets[1]), dist.get_world_size())
-    return train_loader, DataLoader(sets[1], local_batch_size, sampler=sampler, **common)
+    part = range(dist.get_rank(), len(sets[1]), dist.get_world_size())
+    return train_loader, DataLoader(sets[1], local_batch_size, sampler=part, **common)
 
 
 def build_model(width):
@@ -97,18 +97,18 @@ def train(model, loader, optimizer, scheduler, device):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:  # asynchronous: the CPU queues the GPU's work and goes on
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # from pinned memory only
+    for inputs, targets in loader:  # asynchronous: the CPU only queues the GPU's work
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # copies too, if pinned
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
         total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # optional
         optimizer.step()
         scheduler.step()  # once per batch, not once per epoch
         optimizer.zero_grad()
-    dist.all_reduce(total_loss)  # the sum over all ranks
+    dist.all_reduce(total_loss)  # in place: the sum over all ranks
     return total_loss.item() / len(loader) / dist.get_world_size()
 
 
@@ -124,7 +124,7 @@ def evaluate(model, loader, device):
 
 
 def save(state, path):  # atomic: an interrupted save leaves the older file intact
-    path = Path(path).resolve()  # if it is a symbolic link, the file that the link points to
+    path = Path(path).resolve()  # of a symbolic link, replace the target, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
@@ -135,7 +135,7 @@ def resume(path, flags, model, optimizer, scheduler):
     """Load the checkpoint, if there is one, and return the number of finished epochs."""
     exists = dist.get_rank() == 0 and path and os.path.exists(path)
     found = [torch.load(path, map_location="cpu", weights_only=True) if exists else {"epoch": 0}]
-    dist.broadcast_object_list(found)  # from rank 0, in place: other nodes may not see its file
+    dist.broadcast_object_list(found)  # in place: all get what rank 0 has read
     checkpoint = found[0]
     if checkpoint["epoch"] > 0:
         changed = {name: old for name, old in checkpoint["flags"].items() if old != flags.get(name)}
@@ -154,8 +154,8 @@ def main():
         raise SystemExit(f"start it as: torchrun --standalone --nproc_per_node=2 {__file__}")
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    # NCCL communicates between GPUs, Gloo between CPUs, which is how the checkpoint is sent.
+        torch.cuda.set_device(device)  # one GPU per process
+    # NCCL communicates between GPUs. Gloo communicates between CPUs: it sends the checkpoint.
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if args.batch_size % world_size:
@@ -163,11 +163,11 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # where channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # for convolutions; inputs need no change
-    ddp_model = nn.parallel.DistributedDataParallel(model)  # same weights, averaged gradients
+    if args.device != "mps":  # there, the next line gave wrong results in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # faster convolutions; inputs need no change
+    ddp_model = nn.parallel.DistributedDataParallel(model)  # train this, or nothing is averaged
 
-    # lr, betas and label smoothing are tuned for MNIST. For other data, start with Adam's defaults.
+    # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
     steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
@@ -183,7 +183,7 @@ def main():
         print(header, flush=True)
     for epoch in range(done + 1, args.epochs + 1):
         train_loader.sampler.set_epoch(epoch)  # otherwise every epoch has the same order
-        torch.manual_seed(args.seed + epoch * world_size + rank)  # per rank and epoch, for dropout
+        torch.manual_seed(args.seed + epoch * world_size + rank)  # other dropout on every rank
         start = time.perf_counter()  # a correct time, as train's .item() waits for the GPU
         loss = train(ddp_model, train_loader, optimizer, scheduler, device)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)
