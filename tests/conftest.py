@@ -10,8 +10,11 @@ import tempfile
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.optim import lr_scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILY = sorted(path.name for path in ROOT.glob("0[2-9]_*.py"))
@@ -22,6 +25,10 @@ COMPILED = tempfile.TemporaryDirectory()  # torch's own folder may hold another 
 OUR_WARNING = re.compile(
     rf"^{re.escape(str(ROOT))}[\\/](tests[\\/])?[^\\/:]+\.py:\d+: \w*Warning: .*", re.MULTILINE
 )
+SECTION = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Your own project\n")[1]
+SECTION = SECTION.split("\n## ")[0]
+SECTION = re.sub(r"(?s)### Class weights.*?(?=### Check)", lambda _: (ROOT / "draft_loops.md").read_text(), SECTION)  # fmt: skip
+BLOCKS = re.findall(r"^```python\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
 IN_PAIRS = {"OMP_NUM_THREADS": "1", "TORCH_LOGS": "recompiles,graph_breaks"}
 HEADER = re.compile(
     r"(\S+) \| torch (\S+) \| ([\d,]+) images \| batch (\d+) \| width (\d+)(?: \| (.*))?"
@@ -51,6 +58,20 @@ def load(script):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def block(word):
+    """The only block of code of README.md's section "Your own project" that contains the word."""
+    [found] = [code for code in BLOCKS if word in code]
+    return found
+
+
+def execute(code, **names):
+    """Run code in a namespace of its own, which is returned."""
+    names = {**vars(lr_scheduler), "torch": torch, "nn": nn, "np": np, **names}
+    names.setdefault("device", torch.device("cpu"))
+    exec(code, names)  # noqa: S102
+    return names
 
 
 def free_port():

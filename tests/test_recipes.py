@@ -2,12 +2,8 @@
 
 import contextlib
 import copy
-import os
 import re
 import sys
-import textwrap
-import time
-from datetime import timedelta
 from functools import partial
 from math import cos, pi
 from pathlib import Path
@@ -16,30 +12,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import ROOT, load
+from conftest import BLOCKS, ROOT, block, execute, load
 from PIL import Image
 from torch import nn
-from torch.optim import SGD, lr_scheduler
+from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.datasets import MNIST
-
-SECTION = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Your own project\n")[1]
-BLOCKS = re.findall(r"^```python\n(.*?)^```", SECTION.split("\n## ")[0], re.DOTALL | re.MULTILINE)
-
-
-def block(word):
-    """The only block of the section that contains the word."""
-    [found] = [code for code in BLOCKS if word in code]
-    return found
-
-
-def execute(code, **names):
-    """Run code in a namespace of its own, which is returned."""
-    names = {**vars(lr_scheduler), "torch": torch, "nn": nn, "np": np, **names}
-    names.setdefault("device", torch.device("cpu"))
-    exec(code, names)  # noqa: S102
-    return names
 
 
 def main(script, monkeypatch, *flags):
@@ -48,7 +26,9 @@ def main(script, monkeypatch, *flags):
 
 
 def test_every_block_has_a_test():
-    words = re.findall(r'block\("(.+?)"\)', Path(__file__).read_text(encoding="utf-8"))
+    tests = [Path(__file__).with_name(name) for name in ("test_recipes.py", "test_loops.py")]
+    text = "".join(path.read_text(encoding="utf-8") for path in tests)
+    words = re.findall(r'block\("(.+?)"\)', text)
     assert {block(word) for word in words} == set(BLOCKS)
 
 
@@ -71,58 +51,6 @@ def test_image_folders(monkeypatch, capsys, tmp_path):
     (tmp_path / "train" / "cat").rename(tmp_path / "train" / "zebra")
     with pytest.raises(SystemExit, match=r"not the same classes: \['dog', 'zebra'\]"):
         main(mine, monkeypatch, *flags, 8)
-
-
-def on_rank(rank, path, model, weight, data, tasks, found):
-    """Do the tasks on one of two ranks, then stop when rank 0 decides; both goes into `found`."""
-    options = {"rank": rank, "world_size": 2, "timeout": timedelta(minutes=1)}
-    dist.init_process_group("gloo", init_method=f"file://{path}", **options)
-    names = {"dist": dist, "world_size": 2, "weight": weight, "accum": 4, "patience": 3}
-    names |= {"contextlib": contextlib, "dtype": torch.bfloat16}  # autocast leaves float64 alone
-    names["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for index, (code, targets, mean) in enumerate(tasks):
-        part = slice(15 * rank, 15 * rank + 15) if "ddp_model" in code else slice(30)
-        names |= {"loader": [(data[part], targets[part])], "model": copy.deepcopy(model)}
-        names["optimizer"] = SGD(names["model"].parameters(), lr=1.0)
-        ddp_model = nn.parallel.DistributedDataParallel(names["model"])
-        result = execute(code, ddp_model=ddp_model, total_loss=0, **names)
-        total_loss = result["total_loss"]
-        if "ddp_model" in code:
-            dist.all_reduce(total_loss)
-            total_loss /= 2
-        torch.testing.assert_close(total_loss, mean)
-        found[rank, index] = names["model"].weight.detach()
-    stop = f"for epoch in range(9):\n    waited = 3 if epoch == 4 + {rank} else {rank}\n"
-    stop += textwrap.indent(block("dist.broadcast(stop"), "    ")
-    found[rank, -1] = execute(stop, **names)["epoch"]
-    time.sleep(0.5)  # until the other rank has what it needs
-    os._exit(0)  # without the destructors of Gloo, in which torch 2.4 can hang
-
-
-def test_weights_and_stopping_on_two_ranks(tmp_path):
-    """The gradient is that of the whole batch, with each `s`; both ranks stop when rank 0 does.
-
-    The running loss of the micro-batches is the mean over the batch.
-    """
-    data, labels = torch.randn(30, 6).double(), torch.randint(5, (30,))
-    weight, model = torch.tensor([1, 2, 3, 4, 50.0]).double(), nn.Linear(6, 5).double()
-    accumulate, distribute = block("these add up"), block("divided by world_size")
-    both = block("once per batch")
-    tasks, expected, found = [], [], torch.zeros(2, 10, 5, 6).double()
-    for line in re.findall(r"`s = (.+)`", SECTION):
-        counted = torch.where(torch.rand(30) < 0.4, -100, labels) if "-100" in line else labels
-        option = {"weight": weight} if "weight" in line else {}
-        loss = nn.functional.cross_entropy(model(data), counted, **option)
-        expected += [(model.weight - torch.autograd.grad(loss, model.weight)[0]).detach()] * 3
-        for code in accumulate, distribute, both:
-            name = "targets" if code is distribute else "batch_targets"
-            code = code.replace(f"weight[{name}].sum()", line.replace("targets", name))
-            code = code if option else re.sub(r'(weight=|"weight": )weight, ', "", code)
-            tasks.append((code, counted, loss.detach()))
-    expected = torch.stack([*expected, torch.full((5, 6), 4.0).double()]).expand(2, -1, -1, -1)
-    options = str(tmp_path / "store"), model, weight, data, tasks, found
-    torch.multiprocessing.spawn(on_rank, options, nprocs=2)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_check_of_gradients():
