@@ -4,8 +4,8 @@
     python 01_device_basics.py --device cpu
 
 A GPU pays off for large amounts of work: each call has a fixed cost, and so has each copy. Read the
-file from top to bottom; each function prints what it shows. The last lines compare the CPU with the
-GPU.
+file from top to bottom; each function prints what it shows. The last lines printed compare the CPU
+with the GPU.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -31,6 +31,7 @@ def show_devices():
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 2**30:.0f} GiB"
+        # The compute capability is the version of the GPU's architecture, such as 8.0.
         print(f"cuda:{index} | {gpu.name} | {memory} | compute capability {gpu.major}.{gpu.minor}")
     print(f"mps | available: {torch.backends.mps.is_available()}")
 
@@ -43,7 +44,7 @@ def move_tensors(device):
     print(f"created on {original.device}, copied to {copy.device}, created on {created.device}")
     print(f".to() returned the original: {copy is original} (only if it was there already)")
 
-    # A model moves in place, so model.to(device) needs no assignment. A tensor's .to() does.
+    # A model moves in place: model.to(device) is enough. For a tensor, write x = x.to(device).
     model = nn.Linear(3, 2)
     model.to(device)
     print(f"the model is on {model.weight.device}")
@@ -62,12 +63,12 @@ def mix_devices(device):
         model(torch.ones(1, 3, device=other))
     except RuntimeError as error:
         print(f"RuntimeError: {error}")
-    output = model(torch.ones(1, 3, device=model.weight.device))
+    output = model(torch.ones(1, 3, device=device))
     print(f"corrected: inputs and model are on {device}, the output is {tuple(output.shape)}")
 
 
 def synchronize(device):
-    """Wait until the device has finished all work. On a CPU, a call returns when it is done."""
+    """Wait until a GPU has done all queued work: its calls return early, those of a CPU do not."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     elif device.type == "mps":
@@ -100,16 +101,17 @@ def time_work(device):
         a = torch.randn(size, size)
         line = f"{size} x {size} matmul"
         for where in devices:
-            line += f" | {where} {milliseconds(where, torch.mm, a.to(where), a.to(where)):.3f} ms"
+            moved = a.to(where)
+            line += f" | {where} {milliseconds(where, torch.mm, moved, moved):.3f} ms"
         print(line)
 
 
 def copy_to_device(device):
-    """Only a copy from pinned memory, which is never swapped out, can be fully asynchronous."""
+    """Only copies from pinned CPU memory, never swapped to disk, can be fully asynchronous."""
     if device.type != "cuda":
         print(f"pinned memory speeds up copies to CUDA devices: nothing to show on {device}")
         return
-    pageable = torch.ones(64, 2**20)
+    pageable = torch.ones(64, 2**20)  # normal CPU memory
     pinned = pageable.pin_memory()
     for name, source in ("pageable", pageable), ("pinned", pinned):
         print(f"256 MiB to {device} | {name} {milliseconds(device, source.to, device):.2f} ms")
@@ -117,7 +119,7 @@ def copy_to_device(device):
     copy = pinned.to(device, non_blocking=True)
     returned = 1000 * (time.perf_counter() - start)
     # The GPU works in order, so the copy is complete when .item() returns. Do not change `pinned`
-    # before. The batches of a DataLoader are safe: their memory is not reused before that.
+    # until then. The batches of a DataLoader are safe: PyTorch keeps their memory for the copy.
     total = copy.sum().item()
     print(f"pinned, non_blocking | returned after {returned:.3f} ms | sum {total:.0f}")
 
@@ -139,7 +141,7 @@ def train_on(device, images, targets):
         losses.append(loss.detach())  # without the autograd graph, which would keep memory
 
     duration = milliseconds(device, step)
-    loss = losses[-1].item()  # 3. Call .item() after the loop: it waits for the device.
+    loss = losses[-1].item()  # 3. Call .item() after all steps, not in each: it waits for the GPU.
     print(f"{len(losses)} steps on {device} | loss {loss:.4f} | {duration:.1f} ms per step")
     return duration
 
@@ -160,7 +162,7 @@ def main():
     copy_to_device(device)
 
     mnist = MNIST(args.data_dir, train=True, download=True)
-    images = (mnist.data[:1000].unsqueeze(1) / 255 - 0.1307) / 0.3081
+    images = (mnist.data[:1000].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
     cpu_time = train_on(torch.device("cpu"), images, mnist.targets[:1000])
     if device.type != "cpu":
         device_time = train_on(device, images, mnist.targets[:1000])

@@ -1,16 +1,15 @@
 """Activation checkpointing (gradient checkpointing): less peak memory, one more forward pass.
 
     python 03_memory.py --segments 3
-    git diff --no-index -w 02_train_gpu.py 03_memory.py
+    git diff --no-index -w 02_train_gpu.py 03_memory.py  # what it adds to 02
 
 It pays off in deep models: this one has only two convolutions, and saves a fifth of the peak on a
-CPU. The model is split into segments. All segments except the last keep only their input, and their
-activations are recomputed during the backward pass. BatchNorm layers then update their running
-statistics twice per step: see section 03 of README.md. More segments do not always need less
-memory: on CUDA, compare the peaks printed at the end. If your model is not an nn.Sequential, import
-checkpoint from torch.utils.checkpoint, and call an expensive block in forward like this:
-
-    x = checkpoint(self.block, x, use_reentrant=False)
+CPU. The model is split into segments. All except the last keep only their input; their activations
+(the outputs of their layers) are recomputed during the backward pass. BatchNorm layers then update
+their running statistics twice per step: section 03 of README.md has a momentum for that. More
+segments do not always need less memory: on CUDA, compare the peaks printed at the end. If your
+model is not an nn.Sequential, keep 02's train, import checkpoint from torch.utils.checkpoint, and
+in forward, call a large block like this: x = checkpoint(self.block, x, use_reentrant=False).
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -46,7 +45,7 @@ def parse_args():
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
     add("--save", help="file for the weights, written after every epoch (only 07 can resume)")
-    add("--segments", type=int, choices=range(1, 10), default=3, help="of 9 layers, default: 3")
+    add("--segments", type=int, choices=range(1, 10), default=3, help="parts of the 9 layers (3)")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
     return args
@@ -67,7 +66,7 @@ def load_data(args):
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
-    common["collate_fn"] = tuple  # only for InMemory, whose batches need no collating
+    common["collate_fn"] = tuple  # only for InMemory, which returns complete batches
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -95,15 +94,15 @@ def train(model, loader, optimizer, scheduler, device, segments):
     for inputs, targets in loader:  # asynchronous: the CPU only queues the GPU's work
         inputs = inputs.to(device, non_blocking=loader.pin_memory)  # copies too, if pinned
         targets = targets.to(device, non_blocking=loader.pin_memory)
-        logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)
+        logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)  # recommended
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
         total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # optional
         optimizer.step()
-        scheduler.step()  # once per batch, not once per epoch
+        scheduler.step()  # OneCycleLR: once per batch. Most others: once per epoch
         optimizer.zero_grad()
-    return total_loss.item() / len(loader)
+    return total_loss.item() / len(loader)  # exact, as drop_last=True makes all batches equal
 
 
 @torch.inference_mode()  # no gradients: like no_grad, but faster
@@ -130,12 +129,12 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # there, the next line gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # faster convolutions; inputs need no change
+    if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # speeds up Conv2d; inputs need no change
 
     # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
+    steps = args.epochs * len(train_loader)  # next line: cycle_momentum=False keeps Adam's betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
@@ -154,10 +153,10 @@ def main():
         if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
             raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
         if args.save:
-            save(model.state_dict(), args.save)
+            save(model.state_dict(), args.save)  # README.md shows how to load it
         print(result, flush=True)
 
-    size = sum(parameter.nbytes for parameter in model.parameters())  # gradients take as much
+    size = sum(parameter.nbytes for parameter in model.parameters())  # gradients: as much again
     state = sum(tensor.nbytes for entry in optimizer.state.values() for tensor in entry.values())
     print(f"parameters and gradients, {size:,} bytes each | optimizer state, {state:,} bytes")
     if args.device == "cuda":
@@ -170,10 +169,10 @@ def main():
             peak = torch.cuda.max_memory_allocated()
             print(f"peak of a forward and backward pass, {segments} segments | {peak:,} bytes")
             optimizer.zero_grad()
-        for moment in "before", "after":
+        for moment in "before", "after":  # allocated: by tensors; reserved: by PyTorch for more
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             print(f"{moment} empty_cache | allocated {allocated:,} | reserved {reserved:,} bytes")
-            torch.cuda.empty_cache()  # frees memory for other programs; training does not need it
+            torch.cuda.empty_cache()  # for other programs: training does not need it
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Gradient accumulation: split each batch into micro-batches and add up their gradients.
 
     python 04_grad_accum.py --accum 4
-    git diff --no-index -w 02_train_gpu.py 04_grad_accum.py
+    git diff --no-index -w 02_train_gpu.py 04_grad_accum.py  # what it adds to 02
 
 It saves activation memory, not time: small batches use a GPU less efficiently. --batch-size remains
-the effective batch size, the number of images per update. Therefore the learning rate stays as it
-is, and so does the result, up to rounding, unless the model has BatchNorm or dropout: BatchNorm
-computes its statistics per micro-batch, and dropout draws other masks. The weight in train is for a
-loss that is a mean over images. For other losses, see "What is your loss?" in README.md.
+the effective batch size, the number of images per update, so the learning rate stays as it is. The
+result is the same, up to rounding. Two layers are exceptions: BatchNorm computes its statistics per
+micro-batch, and dropout draws other masks. The factor in train is for a loss that is a mean over
+images. For a sum, leave it out. For others, see "What is your loss?" in README.md.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -63,12 +63,12 @@ def load_data(args):
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
-    common["collate_fn"] = tuple  # only for InMemory, whose batches need no collating
+    common["collate_fn"] = tuple  # only for InMemory, which returns complete batches
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
-    micro_batch_size = (args.batch_size - 1) // args.accum + 1  # rounded up, as by chunk
-    return train_loader, DataLoader(sets[1], micro_batch_size, **common)  # no peak in evaluation
+    micro_batch_size = (args.batch_size - 1) // args.accum + 1  # rounded up, as .chunk() does
+    return train_loader, DataLoader(sets[1], micro_batch_size, **common)  # this saves memory, too
 
 
 def build_model(width):
@@ -100,9 +100,9 @@ def train(model, loader, optimizer, scheduler, device, accum):
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # optional
         optimizer.step()
-        scheduler.step()  # once per batch, not once per epoch
+        scheduler.step()  # OneCycleLR: once per batch. Most others: once per epoch
         optimizer.zero_grad()
-    return total_loss.item() / len(loader)
+    return total_loss.item() / len(loader)  # exact, as drop_last=True makes all batches equal
 
 
 @torch.inference_mode()  # no gradients: like no_grad, but faster
@@ -129,12 +129,12 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # there, the next line gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # faster convolutions; inputs need no change
+    if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # speeds up Conv2d; inputs need no change
 
     # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
+    steps = args.epochs * len(train_loader)  # next line: cycle_momentum=False keeps Adam's betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
@@ -153,7 +153,7 @@ def main():
         if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
             raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
         if args.save:
-            save(model.state_dict(), args.save)
+            save(model.state_dict(), args.save)  # README.md shows how to load it
         print(result, flush=True)
 
 

@@ -2,7 +2,7 @@
 
     python 05_amp.py
     python 05_amp.py --dtype float16
-    git diff --no-index -w 02_train_gpu.py 05_amp.py
+    git diff --no-index -w 02_train_gpu.py 05_amp.py  # what it adds to 02
 
 It pays off if the model keeps the GPU busy, and if the hardware supports the type: bfloat16 on GPUs
 since Ampere (A100, RTX 30) and on CPUs with AVX512-BF16 or AMX, float16 also on V100 and T4. Other
@@ -65,7 +65,7 @@ def load_data(args):
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
-    common["collate_fn"] = tuple  # only for InMemory, whose batches need no collating
+    common["collate_fn"] = tuple  # only for InMemory, which returns complete batches
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -103,7 +103,7 @@ def train(model, loader, optimizer, device, dtype, scaler):
         scaler.step(optimizer)  # none after an overflow; a hook in main calls scheduler.step()
         scaler.update()  # adapts the factor
         optimizer.zero_grad()
-    return total_loss.item() / len(loader)
+    return total_loss.item() / len(loader)  # exact, as drop_last=True makes all batches equal
 
 
 @torch.inference_mode()  # no gradients: like no_grad, but faster
@@ -130,12 +130,12 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # there, the next line gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # faster convolutions; inputs need no change
+    if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # speeds up Conv2d; inputs need no change
 
     # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
+    steps = args.epochs * len(train_loader)  # next line: cycle_momentum=False keeps Adam's betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
     optimizer.register_step_post_hook(lambda *_: scheduler.step())  # in place of the call in train
     old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)  # before Ampere
@@ -160,7 +160,7 @@ def main():
         if scaler.get_scale() < 1e-4:  # it starts at 65,536; every skipped step halves it
             raise SystemExit(f"{result} | float16 overflows in nearly every step: not saved")
         if args.save:
-            save(model.state_dict(), args.save)
+            save(model.state_dict(), args.save)  # README.md shows how to load it
         print(result, flush=True)
 
 

@@ -1,7 +1,7 @@
 """DataParallel: one process splits every batch across the GPUs of one machine.
 
     python 06_dataparallel.py
-    git diff --no-index -w 02_train_gpu.py 06_dataparallel.py
+    git diff --no-index -w 02_train_gpu.py 06_dataparallel.py  # what it adds to 02
 
 Prefer 07, even on one machine. Here a single Python process drives all GPUs, copies the model to
 each of them in every step and gathers all outputs on the first GPU, which therefore needs more
@@ -63,7 +63,7 @@ def load_data(args):
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
-    common["collate_fn"] = tuple  # only for InMemory, whose batches need no collating
+    common["collate_fn"] = tuple  # only for InMemory, which returns complete batches
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -97,9 +97,9 @@ def train(model, loader, optimizer, scheduler, device):
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # optional
         optimizer.step()
-        scheduler.step()  # once per batch, not once per epoch
+        scheduler.step()  # OneCycleLR: once per batch. Most others: once per epoch
         optimizer.zero_grad()
-    return total_loss.item() / len(loader)
+    return total_loss.item() / len(loader)  # exact, as drop_last=True makes all batches equal
 
 
 @torch.inference_mode()  # no gradients: like no_grad, but faster
@@ -126,14 +126,14 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # there, the next line gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # faster convolutions; inputs need no change
+    if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # speeds up Conv2d; inputs need no change
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     parallel_model = nn.DataParallel(model) if gpus > 1 else model
 
     # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
+    steps = args.epochs * len(train_loader)  # next line: cycle_momentum=False keeps Adam's betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
@@ -152,7 +152,7 @@ def main():
         if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
             raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
         if args.save:
-            save(model.state_dict(), args.save)
+            save(model.state_dict(), args.save)  # README.md shows how to load it
         print(result, flush=True)
 
 

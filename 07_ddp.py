@@ -1,7 +1,7 @@
 """DistributedDataParallel: one process (rank) per GPU, on one or more nodes; a killed run resumes.
 
     torchrun --standalone --nproc_per_node=4 07_ddp.py --checkpoint run.pt  # or sbatch slurm/ddp.sh
-    git diff --no-index -w 02_train_gpu.py 07_ddp.py
+    git diff --no-index -w 02_train_gpu.py 07_ddp.py  # what it adds to 02
 
 torchrun starts this file once per GPU and gives each process a number, its rank. Small models gain
 nothing: every backward pass has to average (all-reduce) the gradients. Only ddp_model does that:
@@ -68,7 +68,7 @@ def load_data(args):
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
-    common["collate_fn"] = tuple  # only for InMemory, whose batches need no collating
+    common["collate_fn"] = tuple  # only for InMemory, which returns complete batches
     local_batch_size = args.batch_size // dist.get_world_size()
     sampler = DistributedSampler(sets[0], seed=args.seed, drop_last=True)  # replaces shuffle=True
     train_loader = DataLoader(sets[0], local_batch_size, sampler=sampler, drop_last=True, **common)
@@ -106,7 +106,7 @@ def train(model, loader, optimizer, scheduler, device):
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # optional
         optimizer.step()
-        scheduler.step()  # once per batch, not once per epoch
+        scheduler.step()  # OneCycleLR: once per batch. Most others: once per epoch
         optimizer.zero_grad()
     dist.all_reduce(total_loss)  # in place: the sum over all ranks
     return total_loss.item() / len(loader) / dist.get_world_size()
@@ -163,13 +163,13 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # there, the next line gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # faster convolutions; inputs need no change
+    if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # speeds up Conv2d; inputs need no change
     ddp_model = nn.parallel.DistributedDataParallel(model)  # train this, or nothing is averaged
 
     # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
+    steps = args.epochs * len(train_loader)  # next line: cycle_momentum=False keeps Adam's betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
     flags = {name: getattr(args, name) for name in ("epochs", "batch_size", "lr", "limit", "seed")}
     done = resume(args.checkpoint, flags, model, optimizer, scheduler)
@@ -196,7 +196,7 @@ def main():
             raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
         if rank == 0:
             if args.save:
-                save(model.state_dict(), args.save)
+                save(model.state_dict(), args.save)  # README.md shows how to load it
             if args.checkpoint:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 state |= {"scheduler": scheduler.state_dict(), "flags": flags, "epoch": epoch}

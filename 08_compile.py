@@ -1,16 +1,16 @@
-"""torch.compile: trace the model in its first step and generate fused kernels for it.
+"""torch.compile: trace the model in its first step and generate kernels (GPU functions) for it.
 
     python 08_compile.py --epochs 4
-    git diff --no-index -w 02_train_gpu.py 08_compile.py
+    git diff --no-index -w 02_train_gpu.py 08_compile.py  # what it adds to 02
 
 Fused kernels do several elementwise operations at once, without writing each result to memory.
 Convolutions and matrix multiplications mostly remain library calls, so a model that consists of
 them gains little. The first epoch includes seconds to minutes of compilation: compare later epochs.
-A new input shape can cause a recompilation, which drop_last=True avoids in training. Evaluation and
-saving use the uncompiled (eager) model. Results differ by rounding. If launching many small kernels
-limits the speed, try --mode reduce-overhead; max-autotune compiles much longer. CPUs need a C++
-compiler; GPUs need compute capability 7.0, a C compiler, Python's headers (python3-dev) and Triton,
-which pip installs with torch on Linux.
+A new input shape can cause a recompilation, which drop_last=True avoids in training. A print or an
+.item() in forward splits the trace: that is correct, but slower. Results differ by rounding. If 09
+shows more CPU time than GPU time, try --mode reduce-overhead. It needs Python's headers, on CPUs a
+C++ compiler, and on GPUs a C compiler, Triton (which pip installs on Linux) and compute capability
+7.0 or higher (01 prints it).
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -66,7 +66,7 @@ def load_data(args):
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
-    common["collate_fn"] = tuple  # only for InMemory, whose batches need no collating
+    common["collate_fn"] = tuple  # only for InMemory, which returns complete batches
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -100,9 +100,9 @@ def train(model, loader, optimizer, scheduler, device):
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # optional
         optimizer.step()
-        scheduler.step()  # once per batch, not once per epoch
+        scheduler.step()  # OneCycleLR: once per batch. Most others: once per epoch
         optimizer.zero_grad()
-    return total_loss.item() / len(loader)
+    return total_loss.item() / len(loader)  # exact, as drop_last=True makes all batches equal
 
 
 @torch.inference_mode()  # no gradients: like no_grad, but faster
@@ -129,13 +129,13 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # there, the next line gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # faster convolutions; inputs need no change
-    compiled_model = torch.compile(model, mode=args.mode)  # same weights; `model` is saved
+    if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # speeds up Conv2d; inputs need no change
+    compiled_model = torch.compile(model, mode=args.mode)  # same weights; save `model`
 
     # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
+    steps = args.epochs * len(train_loader)  # next line: cycle_momentum=False keeps Adam's betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
@@ -154,7 +154,7 @@ def main():
         if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
             raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
         if args.save:
-            save(model.state_dict(), args.save)
+            save(model.state_dict(), args.save)  # README.md shows how to load it
         print(result, flush=True)
 
 

@@ -1,14 +1,15 @@
 """The profiler: where the time of a training step goes.
 
-    python 09_profile.py --trace trace.json
-    git diff --no-index -w 02_train_gpu.py 09_profile.py
+    python 09_profile.py --epochs 1 --trace trace.json
+    git diff --no-index -w 02_train_gpu.py 09_profile.py  # what it adds to 02
 
-Profiling slows down what it records: measure the throughput with 02. The last 3 steps of the first
-epoch are recorded, or as many as --workers, after warm-up steps that use up the batches which the
-workers have prepared. The lines at the end give the mean per step: the CPU time of each part and,
-on CUDA, the time of the GPU kernels it launched. ProfilerStep* is the whole step: the larger of its
-two times limits the speed. enumerate(DataLoader) is the wait for data. In the table, "Self CPU"
-excludes the operators that an operator calls, and "CPU total" includes them.
+Profiling slows down what it records: measure the throughput with 02. The last steps of the first
+epoch are recorded (3, or --workers if more), after warm-up steps that are discarded. The lines at
+the end give the mean per step: the CPU time of each part and, on CUDA, the time of the GPU kernels
+it launched. ProfilerStep* is the whole step. The larger of its two times limits the speed: if it is
+the GPU's, try 05 or 08. If it is the CPU's, look at enumerate(DataLoader), the wait for data, and
+try --workers; if that is short, try 08. In the table, "Self CPU" excludes the operators that an
+operator calls, and "CPU total" includes them.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -44,7 +45,7 @@ def parse_args():
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
     add("--save", help="file for the weights, written after every epoch (only 07 can resume)")
-    add("--trace", default="trace.json", help="timeline for ui.perfetto.dev (default: %(default)s)")
+    add("--trace", default="trace.json", help="to open in ui.perfetto.dev (default: %(default)s)")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
     return args
@@ -65,7 +66,7 @@ def load_data(args):
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
-    common["collate_fn"] = tuple  # only for InMemory, whose batches need no collating
+    common["collate_fn"] = tuple  # only for InMemory, which returns complete batches
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -102,10 +103,10 @@ def train(model, loader, optimizer, scheduler, device, prof):
         with record_function("optimizer"):
             nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # optional
             optimizer.step()
-            scheduler.step()  # once per batch, not once per epoch
+            scheduler.step()  # OneCycleLR: once per batch. Most others: once per epoch
             optimizer.zero_grad()
-        prof.step()
-    return total_loss.item() / len(loader)
+        prof.step()  # the schedule counts these calls
+    return total_loss.item() / len(loader)  # exact, as drop_last=True makes all batches equal
 
 
 @torch.inference_mode()  # no gradients: like no_grad, but faster
@@ -132,21 +133,19 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # there, the next line gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # faster convolutions; inputs need no change
+    if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # speeds up Conv2d; inputs need no change
 
     # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # cycle_momentum=False below keeps the betas
+    steps = args.epochs * len(train_loader)  # next line: cycle_momentum=False keeps Adam's betas
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
-    # While the profiler starts, each worker prepares 2 batches (prefetch_factor): warm up longer.
-    warmup, active = 1 + 2 * args.workers, max(3, args.workers)
-    wait = len(train_loader) - warmup - active  # the first steps, which are not profiled
+    # Batches that workers have ready, 2 each, would hide the wait for data: use them up first.
+    warmup, active = 1 + 2 * args.workers, max(3, args.workers)  # steps to discard, to record
+    wait = len(train_loader) - warmup - active  # steps before; in a long epoch, use 10
     if wait < 0:
-        raise SystemExit(
-            f"an epoch needs {warmup + active} steps: lower --batch-size, raise --limit"
-        )
-    torch.autograd.set_multithreading_enabled(False)  # profile only: gives "backward" its kernels
+        raise SystemExit(f"an epoch needs {warmup + active} steps: choose a lower --batch-size")
+    torch.autograd.set_multithreading_enabled(False)  # to profile only: gives "backward" GPU times
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
     header += f" | batch {args.batch_size} | width {args.width}"
@@ -164,7 +163,7 @@ def main():
             if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
                 raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
             if args.save:
-                save(model.state_dict(), args.save)
+                save(model.state_dict(), args.save)  # README.md shows how to load it
             print(result, flush=True)
 
     rows = prof.key_averages()
@@ -172,13 +171,12 @@ def main():
     print(rows.table(sort_by=sort_by, row_limit=15, max_name_column_width=40))
     parts = {row.key.split("#")[0]: row for row in rows if row.device_type.name == "CPU"}
     for name in "ProfilerStep*", "enumerate(DataLoader)", "forward", "backward", "optimizer":
-        line = f"{name:21} | CPU {parts[name].cpu_time / 1000:8.2f} ms"  # from microseconds
-        if args.device == "cuda":
-            line += f" | GPU {parts[name].device_time / 1000:8.2f} ms"
-        print(f"{line} per step")
+        row = parts[name]  # its times are in microseconds, and the mean of its calls
+        on_gpu = f" | GPU {row.device_time / 1000:8.2f} ms" if args.device == "cuda" else ""
+        print(f"{name:21} | CPU {row.cpu_time / 1000:8.2f} ms{on_gpu} per step")
     trace = Path(args.trace).resolve()
     trace.parent.mkdir(parents=True, exist_ok=True)
-    trace.write_text("")  # raises an error if it cannot be written; the export would only log it
+    trace.write_text("")  # an error if it cannot be written, which the export would only log
     prof.export_chrome_trace(str(trace))
     print(f"trace | {args.trace} | {trace.stat().st_size:,} bytes")
 

@@ -45,7 +45,7 @@ def in_namespace(lines, *words):
         ("02_train_gpu.py", ["--device", "cuda:1"], ["--device", "invalid choice: 'cuda:1'"]),
         ("03_memory.py", ["--segments", "10"], ["--segments", "invalid choice"]),
         ("07_ddp.py", [], ["torchrun --standalone --nproc_per_node"]),
-        ("09_profile.py", ["--batch-size", "13"], ["an epoch needs 4 steps", "--limit"]),
+        ("09_profile.py", ["--batch-size", "13"], ["an epoch needs 4 steps", "--batch-size"]),
         ("09_profile.py", ["--batch-size", "7", "--workers", "7"], ["an epoch needs 22 steps"]),
     ],
 )

@@ -71,7 +71,10 @@ def test_difference_to_02_is_shown(script):
 @pytest.mark.parametrize("script", FAMILY[1:])
 def test_docstring_says_how_to_see_the_difference(script):
     text = (ROOT / script).read_text(encoding="utf-8")
-    assert f"    git diff --no-index -w 02_train_gpu.py {script}\n" in text.split('"""')[1]
+    assert (
+        f"    git diff --no-index -w 02_train_gpu.py {script}  # what it adds to 02\n"
+        in text.split('"""')[1]
+    )
 
 
 @pytest.fixture
