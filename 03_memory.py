@@ -5,11 +5,11 @@
 
 It pays off in deep models: this one has only two convolutions, and saves a fifth of the peak on a
 CPU. The model is split into segments. All except the last keep only their input; their activations
-(the outputs of their layers) are recomputed during the backward pass. BatchNorm layers then update
-their running statistics twice per step: section 03 of README.md has a momentum for that. More
+(the outputs of their layers) are recomputed during the backward pass. BatchNorm layers there update
+their running statistics twice per step: give them momentum=1 - 0.9**0.5 instead of 0.1. More
 segments do not always need less memory: on CUDA, compare the peaks printed at the end. If your
 model is not an nn.Sequential, keep 02's train, import checkpoint from torch.utils.checkpoint, and
-in forward, call a large block like this: x = checkpoint(self.block, x, use_reentrant=False).
+call all large blocks but the last by x = checkpoint(self.block, x, use_reentrant=False) in forward.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -44,14 +44,14 @@ def parse_args():
     add("--limit", type=int, help="use only the first LIMIT images of each set")
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
-    add("--save", help="file for the weights, written after every epoch (only 07 can resume)")
-    add("--segments", type=int, choices=range(1, 10), default=3, help="parts of the 9 layers (3)")
+    add("--save", help="file for the weights, written after every epoch (to resume: 07_ddp.py)")
+    add("--segments", type=int, choices=range(1, 10), default=3, help="of 9 layers (default: 3)")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
     return args
 
 
-# For your own data, replace load_data and build_model; for another task, also loss and accuracy.
+# For your own data, change load_data and build_model; for another task, also loss and accuracy.
 # Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
     def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
@@ -65,8 +65,8 @@ def load_data(args):
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
-    common["collate_fn"] = tuple  # only for InMemory, which returns complete batches
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
+    common["collate_fn"] = tuple  # only for InMemory: leaves its complete batches as they are
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -91,10 +91,10 @@ def train(model, loader, optimizer, scheduler, device, segments):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:  # asynchronous: the CPU only queues the GPU's work
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # copies too, if pinned
+    for inputs, targets in loader:  # asynchronous: the lines below only queue work for the GPU
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too, if pinned
         targets = targets.to(device, non_blocking=loader.pin_memory)
-        logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)  # recommended
+        logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)  # never True
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
         total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
         loss.backward()
@@ -102,7 +102,7 @@ def train(model, loader, optimizer, scheduler, device, segments):
         optimizer.step()
         scheduler.step()  # OneCycleLR: once per batch. Most others: once per epoch
         optimizer.zero_grad()
-    return total_loss.item() / len(loader)  # exact, as drop_last=True makes all batches equal
+    return total_loss.item() / len(loader)  # exact, as all batches have one size (drop_last=True)
 
 
 @torch.inference_mode()  # no gradients: like no_grad, but faster
@@ -116,7 +116,7 @@ def evaluate(model, loader, device):
 
 
 def save(state, path):  # atomic: an interrupted save leaves the older file intact
-    path = Path(path).resolve()  # of a symbolic link, replace the target, not the link
+    path = Path(path).resolve()  # if path is a symbolic link, replace its target, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
@@ -130,11 +130,11 @@ def main():
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
     if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # speeds up Conv2d; inputs need no change
+        model.to(memory_format=torch.channels_last)  # memory order for faster Conv2d; same inputs
 
-    # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
+    # For other data, use --lr 0.001 and delete betas and label_smoothing: they are tuned for MNIST.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # next line: cycle_momentum=False keeps Adam's betas
+    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; the betas stay
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
@@ -156,20 +156,20 @@ def main():
             save(model.state_dict(), args.save)  # README.md shows how to load it
         print(result, flush=True)
 
-    size = sum(parameter.nbytes for parameter in model.parameters())  # gradients: as much again
+    size = sum(parameter.nbytes for parameter in model.parameters())  # gradients need the same
     state = sum(tensor.nbytes for entry in optimizer.state.values() for tensor in entry.values())
     print(f"parameters and gradients, {size:,} bytes each | optimizer state, {state:,} bytes")
-    if args.device == "cuda":
+    if args.device == "cuda":  # for another model: without the loop, with logits = model(inputs)
         model.train()
         inputs, targets = (tensor.to(device) for tensor in next(iter(train_loader)))
-        for segments in 1, args.segments:  # 1: without checkpointing
+        for segments in 1, args.segments:  # 1: no checkpointing, as the last segment never is
             torch.cuda.reset_peak_memory_stats()
             logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)
             nn.functional.cross_entropy(logits, targets).backward()
             peak = torch.cuda.max_memory_allocated()
             print(f"peak of a forward and backward pass, {segments} segments | {peak:,} bytes")
             optimizer.zero_grad()
-        for moment in "before", "after":  # allocated: by tensors; reserved: by PyTorch for more
+        for moment in "before", "after":  # allocated: in use by tensors; reserved: also unused
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             print(f"{moment} empty_cache | allocated {allocated:,} | reserved {reserved:,} bytes")
             torch.cuda.empty_cache()  # for other programs: training does not need it

@@ -5,11 +5,11 @@
     git diff --no-index -w 02_train_gpu.py 05_amp.py  # what it adds to 02
 
 It pays off if the model keeps the GPU busy, and if the hardware supports the type: bfloat16 on GPUs
-since Ampere (A100, RTX 30) and on CPUs with AVX512-BF16 or AMX, float16 also on V100 and T4. Other
-CPUs become slower. bfloat16 has the range of float32, so it needs only autocast. With float16,
+since Ampere (A100, RTX 30) and on CPUs with AVX512-BF16 or AMX, float16 also on V100 and T4. On
+other CPUs it is slower. bfloat16 has the range of float32, so it needs only autocast. With float16,
 small gradients underflow, that is, become zero. Therefore a GradScaler multiplies the loss by a
-large factor. If gradients overflow, it skips the step, often the first few, and lowers the factor.
-To see an overflow, the CPU waits for the GPU once per step. Evaluation stays in float32, by choice.
+large factor. If gradients overflow, it skips this step (usual at the start) and lowers the factor.
+To see an overflow, the CPU waits for the GPU once per step. Evaluation could use autocast as well.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -43,14 +43,14 @@ def parse_args():
     add("--limit", type=int, help="use only the first LIMIT images of each set")
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
-    add("--save", help="file for the weights, written after every epoch (only 07 can resume)")
+    add("--save", help="file for the weights, written after every epoch (to resume: 07_ddp.py)")
     add("--dtype", choices=["bfloat16", "float16"], help="default: bfloat16, on old GPUs float16")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
     return args
 
 
-# For your own data, replace load_data and build_model; for another task, also loss and accuracy.
+# For your own data, change load_data and build_model; for another task, also loss and accuracy.
 # Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
     def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
@@ -64,8 +64,8 @@ def load_data(args):
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
-    common["collate_fn"] = tuple  # only for InMemory, which returns complete batches
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
+    common["collate_fn"] = tuple  # only for InMemory: leaves its complete batches as they are
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -90,20 +90,20 @@ def train(model, loader, optimizer, device, dtype, scaler):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:  # asynchronous: the CPU only queues the GPU's work
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # copies too, if pinned
+    for inputs, targets in loader:  # asynchronous: the lines below only queue work for the GPU
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too, if pinned
         targets = targets.to(device, non_blocking=loader.pin_memory)
         with torch.autocast(device.type, dtype):  # forward and loss only; weights stay float32
             logits = model(inputs)
             loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
         total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
-        scaler.scale(loss).backward()  # with bfloat16, the scaler is off and does nothing
+        scaler.scale(loss).backward()  # bfloat16: scaler is off, same as loss.backward(), .step()
         scaler.unscale_(optimizer)  # for clipping: of the true gradients, not the scaled ones
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # optional
-        scaler.step(optimizer)  # none after an overflow; a hook in main calls scheduler.step()
+        scaler.step(optimizer)  # no step after an overflow; the hook in main steps the scheduler
         scaler.update()  # adapts the factor
         optimizer.zero_grad()
-    return total_loss.item() / len(loader)  # exact, as drop_last=True makes all batches equal
+    return total_loss.item() / len(loader)  # exact, as all batches have one size (drop_last=True)
 
 
 @torch.inference_mode()  # no gradients: like no_grad, but faster
@@ -117,7 +117,7 @@ def evaluate(model, loader, device):
 
 
 def save(state, path):  # atomic: an interrupted save leaves the older file intact
-    path = Path(path).resolve()  # of a symbolic link, replace the target, not the link
+    path = Path(path).resolve()  # if path is a symbolic link, replace its target, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
@@ -131,13 +131,13 @@ def main():
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
     if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # speeds up Conv2d; inputs need no change
+        model.to(memory_format=torch.channels_last)  # memory order for faster Conv2d; same inputs
 
-    # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
+    # For other data, use --lr 0.001 and delete betas and label_smoothing: they are tuned for MNIST.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # next line: cycle_momentum=False keeps Adam's betas
+    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; the betas stay
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
-    optimizer.register_step_post_hook(lambda *_: scheduler.step())  # in place of the call in train
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())  # if it steps once per batch
     old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)  # before Ampere
     dtype = getattr(torch, args.dtype or ("float16" if old_gpu else "bfloat16"))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # off for bfloat16
@@ -157,7 +157,7 @@ def main():
             result += f" | peak memory {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB"
         if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
             raise SystemExit(f"{result} | NaN or infinity in the weights: not saved")
-        if scaler.get_scale() < 1e-4:  # it starts at 65,536; every skipped step halves it
+        if scaler.get_scale() < 1e-4:  # 65,536 at first, halved by every skipped step; 1 if off
             raise SystemExit(f"{result} | float16 overflows in nearly every step: not saved")
         if args.save:
             save(model.state_dict(), args.save)  # README.md shows how to load it

@@ -42,13 +42,13 @@ def parse_args():
     add("--limit", type=int, help="use only the first LIMIT images of each set")
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
-    add("--save", help="file for the weights, written after every epoch (only 07 can resume)")
+    add("--save", help="file for the weights, written after every epoch (to resume: 07_ddp.py)")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
     return args
 
 
-# For your own data, replace load_data and build_model; for another task, also loss and accuracy.
+# For your own data, change load_data and build_model; for another task, also loss and accuracy.
 # Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
     def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
@@ -62,8 +62,8 @@ def load_data(args):
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
-    common["collate_fn"] = tuple  # only for InMemory, which returns complete batches
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
+    common["collate_fn"] = tuple  # only for InMemory: leaves its complete batches as they are
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -88,8 +88,8 @@ def train(model, loader, optimizer, scheduler, device):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:  # asynchronous: the CPU only queues the GPU's work
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # copies too, if pinned
+    for inputs, targets in loader:  # asynchronous: the lines below only queue work for the GPU
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too, if pinned
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -99,7 +99,7 @@ def train(model, loader, optimizer, scheduler, device):
         optimizer.step()
         scheduler.step()  # OneCycleLR: once per batch. Most others: once per epoch
         optimizer.zero_grad()
-    return total_loss.item() / len(loader)  # exact, as drop_last=True makes all batches equal
+    return total_loss.item() / len(loader)  # exact, as all batches have one size (drop_last=True)
 
 
 @torch.inference_mode()  # no gradients: like no_grad, but faster
@@ -113,7 +113,7 @@ def evaluate(model, loader, device):
 
 
 def save(state, path):  # atomic: an interrupted save leaves the older file intact
-    path = Path(path).resolve()  # of a symbolic link, replace the target, not the link
+    path = Path(path).resolve()  # if path is a symbolic link, replace its target, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
@@ -127,13 +127,13 @@ def main():
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
     if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # speeds up Conv2d; inputs need no change
+        model.to(memory_format=torch.channels_last)  # memory order for faster Conv2d; same inputs
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     parallel_model = nn.DataParallel(model) if gpus > 1 else model
 
-    # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
+    # For other data, use --lr 0.001 and delete betas and label_smoothing: they are tuned for MNIST.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # next line: cycle_momentum=False keeps Adam's betas
+    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; the betas stay
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"

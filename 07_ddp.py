@@ -1,13 +1,13 @@
-"""DistributedDataParallel: one process (rank) per GPU, on one or more nodes; a killed run resumes.
+"""DistributedDataParallel: one process per GPU, on one or more nodes; a killed run can resume.
 
     torchrun --standalone --nproc_per_node=4 07_ddp.py --checkpoint run.pt  # or sbatch slurm/ddp.sh
     git diff --no-index -w 02_train_gpu.py 07_ddp.py  # what it adds to 02
 
 torchrun starts this file once per GPU and gives each process a number, its rank. Small models gain
 nothing: every backward pass has to average (all-reduce) the gradients. Only ddp_model does that:
-train it, but evaluate and save model, which has the same weights. --batch-size is the effective
+train it, but evaluate and save `model`, which has the same weights. --batch-size is the effective
 (global) batch size, split across the processes, so keep the learning rate. BatchNorm uses only the
-local part: on GPUs, nn.SyncBatchNorm.convert_sync_batchnorm(model) before DDP changes that.
+local part. On GPUs, before DDP: model = nn.SyncBatchNorm.convert_sync_batchnorm(model) avoids that.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -43,14 +43,14 @@ def parse_args():
     add("--limit", type=int, help="use only the first LIMIT images of each set")
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
-    add("--save", help="file for the weights, written after every epoch (only 07 can resume)")
+    add("--save", help="file for the weights, written after every epoch (to resume: 07_ddp.py)")
     add("--checkpoint", help="file to resume from, written after every epoch")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
     return args
 
 
-# For your own data, replace load_data and build_model; for another task, also loss and accuracy.
+# For your own data, change load_data and build_model; for another task, also loss and accuracy.
 # Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
     def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
@@ -59,22 +59,22 @@ class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once
 
 def load_data(args):
     """Return DataLoaders of normalized float32 images [B, 1, 28, 28] and int64 classes [B]."""
-    if os.environ["LOCAL_RANK"] == "0":  # only for a download: the first process of each machine
-        MNIST(args.data_dir, download=True)  # if machines share the folder, run 02 once before
+    if os.environ["LOCAL_RANK"] == "0":  # one download per node, by its first process
+        MNIST(args.data_dir, download=True)  # if nodes share the folder, run 02 once before
     dist.barrier()  # the other processes wait for it here
     sets = []
     for is_train in True, False:
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
-    common["collate_fn"] = tuple  # only for InMemory, which returns complete batches
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
+    common["collate_fn"] = tuple  # only for InMemory: leaves its complete batches as they are
     local_batch_size = args.batch_size // dist.get_world_size()
     sampler = DistributedSampler(sets[0], seed=args.seed, drop_last=True)  # replaces shuffle=True
     train_loader = DataLoader(sets[0], local_batch_size, sampler=sampler, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
-    # Every world_size-th image. A DistributedSampler would repeat or drop some, for equal parts.
+    # A range is a valid sampler. A DistributedSampler would repeat or drop images, for equal parts.
     part = range(dist.get_rank(), len(sets[1]), dist.get_world_size())
     return train_loader, DataLoader(sets[1], local_batch_size, sampler=part, **common)
 
@@ -97,8 +97,8 @@ def train(model, loader, optimizer, scheduler, device):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:  # asynchronous: the CPU only queues the GPU's work
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # copies too, if pinned
+    for inputs, targets in loader:  # asynchronous: the lines below only queue work for the GPU
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too, if pinned
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -108,7 +108,7 @@ def train(model, loader, optimizer, scheduler, device):
         optimizer.step()
         scheduler.step()  # OneCycleLR: once per batch. Most others: once per epoch
         optimizer.zero_grad()
-    dist.all_reduce(total_loss)  # in place: the sum over all ranks
+    dist.all_reduce(total_loss)  # in place, needs a tensor: the sum over all ranks
     return total_loss.item() / len(loader) / dist.get_world_size()
 
 
@@ -124,7 +124,7 @@ def evaluate(model, loader, device):
 
 
 def save(state, path):  # atomic: an interrupted save leaves the older file intact
-    path = Path(path).resolve()  # of a symbolic link, replace the target, not the link
+    path = Path(path).resolve()  # if path is a symbolic link, replace its target, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
@@ -132,7 +132,7 @@ def save(state, path):  # atomic: an interrupted save leaves the older file inta
 
 
 def resume(path, flags, model, optimizer, scheduler):
-    """Load the checkpoint, if there is one, and return the number of finished epochs."""
+    """Load the checkpoint, if any, and return its epoch. Add your own settings to flags in main."""
     exists = dist.get_rank() == 0 and path and os.path.exists(path)
     found = [torch.load(path, map_location="cpu", weights_only=True) if exists else {"epoch": 0}]
     dist.broadcast_object_list(found)  # in place: all get what rank 0 has read
@@ -157,19 +157,19 @@ def main():
         torch.cuda.set_device(device)  # one GPU per process
     # NCCL communicates between GPUs. Gloo communicates between CPUs: it sends the checkpoint.
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # of this process; count of all
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be a multiple of the {world_size} processes")
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
     if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # speeds up Conv2d; inputs need no change
+        model.to(memory_format=torch.channels_last)  # memory order for faster Conv2d; same inputs
     ddp_model = nn.parallel.DistributedDataParallel(model)  # train this, or nothing is averaged
 
-    # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
+    # For other data, use --lr 0.001 and delete betas and label_smoothing: they are tuned for MNIST.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # next line: cycle_momentum=False keeps Adam's betas
+    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; the betas stay
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
     flags = {name: getattr(args, name) for name in ("epochs", "batch_size", "lr", "limit", "seed")}
     done = resume(args.checkpoint, flags, model, optimizer, scheduler)
@@ -183,7 +183,7 @@ def main():
         print(header, flush=True)
     for epoch in range(done + 1, args.epochs + 1):
         train_loader.sampler.set_epoch(epoch)  # otherwise every epoch has the same order
-        torch.manual_seed(args.seed + epoch * world_size + rank)  # other dropout on every rank
+        torch.manual_seed(args.seed + epoch * world_size + rank)  # different dropout on every rank
         start = time.perf_counter()  # a correct time, as train's .item() waits for the GPU
         loss = train(ddp_model, train_loader, optimizer, scheduler, device)
         speed = len(train_loader) * args.batch_size / (time.perf_counter() - start)

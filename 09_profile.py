@@ -4,12 +4,12 @@
     git diff --no-index -w 02_train_gpu.py 09_profile.py  # what it adds to 02
 
 Profiling slows down what it records: measure the throughput with 02. The last steps of the first
-epoch are recorded (3, or --workers if more), after warm-up steps that are discarded. The lines at
-the end give the mean per step: the CPU time of each part and, on CUDA, the time of the GPU kernels
-it launched. ProfilerStep* is the whole step. The larger of its two times limits the speed: if it is
-the GPU's, try 05 or 08. If it is the CPU's, look at enumerate(DataLoader), the wait for data, and
-try --workers; if that is short, try 08. In the table, "Self CPU" excludes the operators that an
-operator calls, and "CPU total" includes them.
+epoch are recorded: 3, or as many as --workers if that is more. Warm-up steps before are discarded.
+The lines at the end give the mean per step: the CPU time of each part and, on CUDA, the time of the
+GPU kernels it launched. ProfilerStep* is the whole step. The larger of its two times limits the
+speed: if it is the GPU's, try 05 or 08. If it is the CPU's, look at enumerate(DataLoader): if this
+wait for data is long, raise --workers; else try 08. In the table, "Self CPU" excludes the operators
+that an operator calls, and "CPU total" includes them.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -44,14 +44,14 @@ def parse_args():
     add("--limit", type=int, help="use only the first LIMIT images of each set")
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
-    add("--save", help="file for the weights, written after every epoch (only 07 can resume)")
-    add("--trace", default="trace.json", help="to open in ui.perfetto.dev (default: %(default)s)")
+    add("--save", help="file for the weights, written after every epoch (to resume: 07_ddp.py)")
+    add("--trace", default="trace.json", help="timeline for ui.perfetto.dev (default: %(default)s)")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
     return args
 
 
-# For your own data, replace load_data and build_model; for another task, also loss and accuracy.
+# For your own data, change load_data and build_model; for another task, also loss and accuracy.
 # Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
     def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
@@ -65,8 +65,8 @@ def load_data(args):
         mnist = MNIST(args.data_dir, train=is_train, download=True)
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
-    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # page-locked RAM
-    common["collate_fn"] = tuple  # only for InMemory, which returns complete batches
+    common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
+    common["collate_fn"] = tuple  # only for InMemory: leaves its complete batches as they are
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -91,8 +91,8 @@ def train(model, loader, optimizer, scheduler, device, prof):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:  # asynchronous: the CPU only queues the GPU's work
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # copies too, if pinned
+    for inputs, targets in loader:  # asynchronous: the lines below only queue work for the GPU
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too, if pinned
         targets = targets.to(device, non_blocking=loader.pin_memory)
         with record_function("forward"):
             logits = model(inputs)
@@ -106,7 +106,7 @@ def train(model, loader, optimizer, scheduler, device, prof):
             scheduler.step()  # OneCycleLR: once per batch. Most others: once per epoch
             optimizer.zero_grad()
         prof.step()  # the schedule counts these calls
-    return total_loss.item() / len(loader)  # exact, as drop_last=True makes all batches equal
+    return total_loss.item() / len(loader)  # exact, as all batches have one size (drop_last=True)
 
 
 @torch.inference_mode()  # no gradients: like no_grad, but faster
@@ -120,7 +120,7 @@ def evaluate(model, loader, device):
 
 
 def save(state, path):  # atomic: an interrupted save leaves the older file intact
-    path = Path(path).resolve()  # of a symbolic link, replace the target, not the link
+    path = Path(path).resolve()  # if path is a symbolic link, replace its target, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, f"{folder}/new")
@@ -134,18 +134,18 @@ def main():
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
     if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # speeds up Conv2d; inputs need no change
+        model.to(memory_format=torch.channels_last)  # memory order for faster Conv2d; same inputs
 
-    # Tuned for MNIST, like label_smoothing. For other data, start with --lr 0.001, without betas.
+    # For other data, use --lr 0.001 and delete betas and label_smoothing: they are tuned for MNIST.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # next line: cycle_momentum=False keeps Adam's betas
+    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; the betas stay
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
-    # Batches that workers have ready, 2 each, would hide the wait for data: use them up first.
+    # Discard the 2 batches that each worker has ready: they would hide the wait for data.
     warmup, active = 1 + 2 * args.workers, max(3, args.workers)  # steps to discard, to record
-    wait = len(train_loader) - warmup - active  # steps before; in a long epoch, use 10
+    wait = len(train_loader) - warmup - active  # steps to skip first; for a long epoch, wait = 10
     if wait < 0:
         raise SystemExit(f"an epoch needs {warmup + active} steps: choose a lower --batch-size")
-    torch.autograd.set_multithreading_enabled(False)  # to profile only: gives "backward" GPU times
+    torch.autograd.set_multithreading_enabled(False)  # only while profiling: GPU times of backward
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
     header += f" | batch {args.batch_size} | width {args.width}"
@@ -166,17 +166,17 @@ def main():
                 save(model.state_dict(), args.save)  # README.md shows how to load it
             print(result, flush=True)
 
-    rows = prof.key_averages()
+    rows = prof.key_averages()  # one per name and device; "#" starts a detail of the name
     sort_by = "self_device_time_total" if args.device == "cuda" else "self_cpu_time_total"
     print(rows.table(sort_by=sort_by, row_limit=15, max_name_column_width=40))
     parts = {row.key.split("#")[0]: row for row in rows if row.device_type.name == "CPU"}
     for name in "ProfilerStep*", "enumerate(DataLoader)", "forward", "backward", "optimizer":
-        row = parts[name]  # its times are in microseconds, and the mean of its calls
+        row = parts[name]  # cpu_time and device_time are means per call, in microseconds
         on_gpu = f" | GPU {row.device_time / 1000:8.2f} ms" if args.device == "cuda" else ""
         print(f"{name:21} | CPU {row.cpu_time / 1000:8.2f} ms{on_gpu} per step")
     trace = Path(args.trace).resolve()
     trace.parent.mkdir(parents=True, exist_ok=True)
-    trace.write_text("")  # an error if it cannot be written, which the export would only log
+    trace.write_text("")  # fails if it cannot be written: the export below would only log that
     prof.export_chrome_trace(str(trace))
     print(f"trace | {args.trace} | {trace.stat().st_size:,} bytes")
 

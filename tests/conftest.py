@@ -27,7 +27,6 @@ OUR_WARNING = re.compile(
 )
 SECTION = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Your own project\n")[1]
 SECTION = SECTION.split("\n## ")[0]
-SECTION = re.sub(r"(?s)### Class weights.*?(?=### Check)", lambda _: (ROOT / "draft_loops.md").read_text(), SECTION)  # fmt: skip
 BLOCKS = re.findall(r"^```python\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
 IN_PAIRS = {"OMP_NUM_THREADS": "1", "TORCH_LOGS": "recompiles,graph_breaks"}
 HEADER = re.compile(

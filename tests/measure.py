@@ -27,7 +27,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(
-    r"(<summary>(0\d(?: \+ (?:0\d|early stopping))*)\b.*?</summary>\n\n```diff\n)(.*?)(?=```)",
+    r"(<summary>(0\d(?: \+ (?:0\d|early stopping))*)\b[^\n]*</summary>\n\n"
+    r"(?:(?!```)[^\n]+\n\n)?```diff\n)(.*?)(?=```)",
     re.DOTALL,
 )
 BLOCKS = {
