@@ -1,10 +1,11 @@
-"""The modifications that README.md shows for a loop of one's own, applied to it, run and compared."""
+"""The changes that README.md shows for a loop of one's own, applied to it, run and compared."""
 
 import os
 import re
 import runpy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ train_set, test_set = load(True), load(False)
 PLAIN = [("nn.BatchNorm2d(16)", "nn.Identity()"), ("nn.Dropout(0.2)", "nn.Dropout(0.0)")]
 
 
-def modifications(number):
+def changes(number):
     """The blocks of a technique's section, as pairs (old lines, new lines)."""
     section = re.search(rf"^### {number}:.*?(?=^###? )", README, re.DOTALL | re.MULTILINE)[0]
     for block in re.findall(r"^   ```diff\n(.*?)^   ```", section, re.DOTALL | re.MULTILINE):
@@ -38,12 +39,17 @@ def modifications(number):
 
 
 def program(*numbers, also=()):
-    """The README's loop with the modifications of these techniques, then with others as well."""
+    """The README's loop with the changes of these techniques, then with others as well.
+
+    A line that an earlier technique has put under autocast is changed there.
+    """
     text = BASE
     for number in numbers:
-        found = list(modifications(number))
+        found = list(changes(number))
         assert len(found) >= 2, number
         for old, new in found:
+            if old not in text:
+                old, new = (textwrap.indent(lines, "    ") for lines in (old, new))
             assert text.count(old) == 1, f"{number}: {text.count(old)} places for\n{old}"
             text = text.replace(old, new)
     for old, new in also:
@@ -97,8 +103,14 @@ def test_on_a_device(trained):
 
 
 def test_checkpointed(trained):
-    """With BatchNorm in the block, whose running statistics are those of one update per step."""
-    assert_close(trained(program("02", "03")), trained(program("02")), **ROUNDED)
+    """With the momentum, BatchNorm's running statistics are those of one update per step."""
+    norm = "nn.BatchNorm2d(16, momentum=1 - 0.9**0.5)"
+    assert f"`{norm}`" in README
+    expected = trained(program("02"))
+    found = trained(program("02", "03", also=[("nn.BatchNorm2d(16)", norm)]))
+    assert_close(found, expected, **ROUNDED)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_close(trained(program("02", "03")), expected, **ROUNDED)
 
 
 def test_accumulated(trained):
@@ -130,6 +142,17 @@ def test_distributed(trained):
     assert_close(two, one, **ROUNDED)
     assert [epoch[1] for epoch in one[0]] == [epoch[1] for epoch in two[0]]
     trained(program("02", "07"), processes=2)  # with BatchNorm and dropout it runs
+
+
+def test_three_techniques_in_one_loop(trained):
+    """The loop that the README shows is the one that its changes make; two ranks train it."""
+    text = program("02", "05", "07")
+    assert f"```python\n{text}```" in README, text
+    norm = ("nn.BatchNorm2d(16)", "nn.GroupNorm(4, 16)")
+    found = trained(text.replace(*PLAIN[1]).replace(*norm), processes=2)
+    expected = trained(program("02", "07", also=[PLAIN[1], norm]), processes=2)
+    assert found[0][-1][0] == pytest.approx(expected[0][-1][0], abs=0.05)
+    assert not torch.equal(found[1]["head.2.weight"], expected[1]["head.2.weight"])
 
 
 def test_compiled(trained, monkeypatch):

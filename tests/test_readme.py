@@ -16,6 +16,7 @@ from conftest import EPOCH, FAMILY, HEADER, ROOT, free_port, load, results, run
 from measure import BLOCK, BLOCKS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ["README.md", "slurm/README.md", "tests/README.md"]
 QUICK = ["--device", "cpu", "--limit", "800", "--batch-size", "48", "--epochs", "2", "--width", "4"]
 
 
@@ -270,15 +271,54 @@ def test_measure_finds_a_model_too_small_for_the_gpu(kernels, share, monkeypatch
     assert ("| 08, torch.compile, reduce-overhead, width 1024 | 60,000 |" in out) == (share == 30)
 
 
-def test_files_and_anchors_exist():
-    for path in re.findall(r"\]\((?!https?:|#)([^)#]+)\)", README):
+def anchors(page):
+    """The anchors that GitHub gives to the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_anchors_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+    for path in re.findall(r"\b(?:slurm/\w+\.sh|tests/\w+\.py|\d\d_\w+\.py)\b", text):
         assert (ROOT / path).exists(), path
-    for path in re.findall(r"\b(?:slurm/\w+\.sh|\d\d_\w+\.py)\b", README):
-        assert (ROOT / path).exists(), path
-    titles = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-    for anchor in re.findall(r"\]\(#([^)]+)\)", README):
-        assert anchor in anchors, anchor
+
+
+def test_every_group_of_troubleshooting_is_a_heading():
+    """So that it can be linked; a fold has no anchor of its own."""
+    section = re.search(r"^## Troubleshooting\n.*?(?=^## )", README, re.DOTALL | re.MULTILINE)[0]
+    assert section.count("<details>") == section.count("\n### ") >= 10
+    for title, number, table in re.findall(
+        r"\n### (.*)\n<details><summary>(\d+) .*?\n(\|.*?)</details>", section, re.DOTALL
+    ):
+        assert table.count("\n|") - 1 == int(number), title  # less the line of dashes
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_folds(page):
+    """GitHub shows raw text where the line after the title is not empty; titles are short."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for title, following in re.findall(r"<summary>(.*)</summary>\n(.*)", text):
+        assert following == "", title
+        assert len(re.sub(r"<.*?>", " ", title).split()) <= 12, title
+
+
+def test_the_page_stays_short():
+    """Words outside code, visible and in folds, with the titles of folds among the visible."""
+    text = re.sub(r"^\s*```.*?^\s*```", "", README, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    visible = re.sub(r"</summary>.*?</details>", " ", text, flags=re.DOTALL)
+    every, shown = (
+        sum(bool(re.search(r"\w", word)) for word in re.sub(r"<[^>\n]*>", " ", part).split())
+        for part in (text, visible)
+    )
+    assert (shown <= 5500, every - shown <= 7200) == (True, True), (
+        f"README.md has {shown} visible and {every - shown} folded words: take something out"
+    )
 
 
 def test_flags_exist():
