@@ -43,7 +43,13 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "multigpu: needs two CUDA GPUs")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--reversed", action="store_true", help="run the last test first")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--reversed"):
+        items.reverse()
     for item in items:
         for mark, gpus in ("gpu", 1), ("multigpu", 2):
             if item.get_closest_marker(mark) and torch.cuda.device_count() < gpus:
