@@ -37,14 +37,14 @@ def parse_args():
     add("--limit", type=int, help="use only the first LIMIT images of each set")
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
-    add("--save", help="file for the weights, written after every epoch (to resume: 07_ddp.py)")
+    add("--save", help="file for weights, written after every epoch (resume: --checkpoint in 07)")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
     return args
 
 
 # For your own data, change load_data and build_model; for another task, also loss and accuracy.
-# Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
+# For tensors, keep InMemory. With your own Dataset, delete InMemory and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
     def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
@@ -58,7 +58,7 @@ def load_data(args):
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
-    common["collate_fn"] = tuple  # only for InMemory: leaves its complete batches as they are
+    common["collate_fn"] = tuple  # only for InMemory, whose __getitems__ returns a complete batch
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -83,8 +83,8 @@ def train(model, loader, optimizer, scheduler, device):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:  # asynchronous: the lines below only queue work for the GPU
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too, if pinned
+    for inputs, targets in loader:  # on a GPU, the lines below only queue work (asynchronous)
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too if pin_memory
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -121,12 +121,12 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # memory order for faster Conv2d; same inputs
+    if args.device != "mps":  # mps (Apple GPU): channels_last was wrong in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # faster Conv2d memory order; inputs unchanged
 
     # For other data, use --lr 0.001 and delete betas and label_smoothing: they are tuned for MNIST.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; the betas stay
+    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; betas are constant
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"

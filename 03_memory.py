@@ -5,7 +5,7 @@
 
 It pays off in deep models: this one has only two convolutions, and saves a fifth of the peak on a
 CPU. The model is split into segments. All except the last keep only their input; their activations
-(the outputs of their layers) are recomputed during the backward pass. BatchNorm layers there update
+(the outputs of their layers) are recomputed in backward. BatchNorm layers in these segments update
 their running statistics twice per step: give them momentum=1 - 0.9**0.5 instead of 0.1. More
 segments do not always need less memory: on CUDA, compare the peaks printed at the end. If your
 model is not an nn.Sequential, keep 02's train, import checkpoint from torch.utils.checkpoint, and
@@ -44,15 +44,15 @@ def parse_args():
     add("--limit", type=int, help="use only the first LIMIT images of each set")
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
-    add("--save", help="file for the weights, written after every epoch (to resume: 07_ddp.py)")
-    add("--segments", type=int, choices=range(1, 10), default=3, help="of 9 layers (default: 3)")
+    add("--save", help="file for weights, written after every epoch (resume: --checkpoint in 07)")
+    add("--segments", type=int, choices=range(1, 10), default=3, help="number of them (default: 3)")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
     return args
 
 
 # For your own data, change load_data and build_model; for another task, also loss and accuracy.
-# Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
+# For tensors, keep InMemory. With your own Dataset, delete InMemory and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
     def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
@@ -66,7 +66,7 @@ def load_data(args):
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
-    common["collate_fn"] = tuple  # only for InMemory: leaves its complete batches as they are
+    common["collate_fn"] = tuple  # only for InMemory, whose __getitems__ returns a complete batch
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -91,10 +91,10 @@ def train(model, loader, optimizer, scheduler, device, segments):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:  # asynchronous: the lines below only queue work for the GPU
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too, if pinned
+    for inputs, targets in loader:  # on a GPU, the lines below only queue work (asynchronous)
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too if pin_memory
         targets = targets.to(device, non_blocking=loader.pin_memory)
-        logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)  # never True
+        logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)  # True is old
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
         total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
         loss.backward()
@@ -129,12 +129,12 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # memory order for faster Conv2d; same inputs
+    if args.device != "mps":  # mps (Apple GPU): channels_last was wrong in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # faster Conv2d memory order; inputs unchanged
 
     # For other data, use --lr 0.001 and delete betas and label_smoothing: they are tuned for MNIST.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; the betas stay
+    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; betas are constant
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
@@ -159,17 +159,17 @@ def main():
     size = sum(parameter.nbytes for parameter in model.parameters())  # gradients need the same
     state = sum(tensor.nbytes for entry in optimizer.state.values() for tensor in entry.values())
     print(f"parameters and gradients, {size:,} bytes each | optimizer state, {state:,} bytes")
-    if args.device == "cuda":  # for another model: without the loop, with logits = model(inputs)
+    if args.device == "cuda":  # no nn.Sequential: no "for segments" loop, logits = model(inputs)
         model.train()
         inputs, targets = (tensor.to(device) for tensor in next(iter(train_loader)))
-        for segments in 1, args.segments:  # 1: no checkpointing, as the last segment never is
+        for segments in 1, args.segments:  # 1: nothing is recomputed, as it is the last segment
             torch.cuda.reset_peak_memory_stats()
             logits = checkpoint_sequential(model, segments, inputs, use_reentrant=False)
             nn.functional.cross_entropy(logits, targets).backward()
             peak = torch.cuda.max_memory_allocated()
             print(f"peak of a forward and backward pass, {segments} segments | {peak:,} bytes")
             optimizer.zero_grad()
-        for moment in "before", "after":  # allocated: in use by tensors; reserved: also unused
+        for moment in "before", "after":  # allocated: used by tensors; reserved: used + kept free
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             print(f"{moment} empty_cache | allocated {allocated:,} | reserved {reserved:,} bytes")
             torch.cuda.empty_cache()  # for other programs: training does not need it

@@ -6,9 +6,9 @@
 It saves activation memory, not time: small batches use a GPU less efficiently. The DataLoader's
 batch size remains the number of images per update (the effective batch size), so the learning rate
 stays as it is. The result is the same, up to rounding, with two exceptions: BatchNorm computes its
-statistics per micro-batch, and dropout draws other masks. The factor of the loss in train is for a
-mean over images. For a sum, leave it out. For a mean over tokens and others, see "What is your
-loss?" in README.md.
+statistics per micro-batch, and dropout draws other masks. The line "loss = loss * ..." in train is
+for a mean over images. For a sum, leave it out. For a mean over tokens and others, see the section
+"What is your loss?" in README.md.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -42,7 +42,7 @@ def parse_args():
     add("--limit", type=int, help="use only the first LIMIT images of each set")
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
-    add("--save", help="file for the weights, written after every epoch (to resume: 07_ddp.py)")
+    add("--save", help="file for weights, written after every epoch (resume: --checkpoint in 07)")
     add("--accum", type=int, default=4, help="micro-batches per batch (default: %(default)s)")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
@@ -50,7 +50,7 @@ def parse_args():
 
 
 # For your own data, change load_data and build_model; for another task, also loss and accuracy.
-# Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
+# For tensors, keep InMemory. With your own Dataset, delete InMemory and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
     def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
@@ -64,7 +64,7 @@ def load_data(args):
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
-    common["collate_fn"] = tuple  # only for InMemory: leaves its complete batches as they are
+    common["collate_fn"] = tuple  # only for InMemory, whose __getitems__ returns a complete batch
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -90,9 +90,9 @@ def train(model, loader, optimizer, scheduler, device, accum):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for batch_inputs, batch_targets in loader:  # tensors; of a dictionary, chunk each entry
+    for batch_inputs, batch_targets in loader:  # two tensors; if a dict, chunk each of its tensors
         for inputs, targets in zip(batch_inputs.chunk(accum), batch_targets.chunk(accum)):
-            inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too, if pinned
+            inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too if pin_memory
             targets = targets.to(device, non_blocking=loader.pin_memory)
             logits = model(inputs)
             loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -130,17 +130,17 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # memory order for faster Conv2d; same inputs
+    if args.device != "mps":  # mps (Apple GPU): channels_last was wrong in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # faster Conv2d memory order; inputs unchanged
 
     # For other data, use --lr 0.001 and delete betas and label_smoothing: they are tuned for MNIST.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; the betas stay
+    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; betas are constant
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
     header += f" | batch {args.batch_size} | width {args.width}"
-    header += f" | micro-batches of {test_loader.batch_size}"
+    header += f" | micro-batches of {test_loader.batch_size}"  # the same size as in train
     print(header, flush=True)
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()  # a correct time, as train's .item() waits for the GPU

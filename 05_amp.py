@@ -5,11 +5,11 @@
     git diff --no-index -w 02_train_gpu.py 05_amp.py  # what it adds to 02
 
 It pays off if the model keeps the GPU busy, and if the hardware supports the type: bfloat16 on GPUs
-since Ampere (A100, RTX 30) and on CPUs with AVX512-BF16 or AMX, float16 also on V100 and T4. On
+since Ampere (A100, RTX 30) and on CPUs with AVX512-BF16 or AMX; float16 on GPUs since V100. On
 other CPUs it is slower. bfloat16 has the range of float32, so it needs only autocast. With float16,
 small gradients underflow, that is, become zero. Therefore a GradScaler multiplies the loss by a
 large factor. If gradients overflow, it skips this step (usual at the start) and lowers the factor.
-To see an overflow, the CPU waits for the GPU once per step. Evaluation could use autocast as well.
+To detect overflows, it makes the CPU wait once per step. Evaluation could use autocast as well.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -43,7 +43,7 @@ def parse_args():
     add("--limit", type=int, help="use only the first LIMIT images of each set")
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
-    add("--save", help="file for the weights, written after every epoch (to resume: 07_ddp.py)")
+    add("--save", help="file for weights, written after every epoch (resume: --checkpoint in 07)")
     add("--dtype", choices=["bfloat16", "float16"], help="default: bfloat16, on old GPUs float16")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
@@ -51,7 +51,7 @@ def parse_args():
 
 
 # For your own data, change load_data and build_model; for another task, also loss and accuracy.
-# Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
+# For tensors, keep InMemory. With your own Dataset, delete InMemory and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
     def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
@@ -65,7 +65,7 @@ def load_data(args):
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
-    common["collate_fn"] = tuple  # only for InMemory: leaves its complete batches as they are
+    common["collate_fn"] = tuple  # only for InMemory, whose __getitems__ returns a complete batch
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -90,17 +90,17 @@ def train(model, loader, optimizer, device, dtype, scaler):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:  # asynchronous: the lines below only queue work for the GPU
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too, if pinned
+    for inputs, targets in loader:  # on a GPU, the lines below only queue work (asynchronous)
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too if pin_memory
         targets = targets.to(device, non_blocking=loader.pin_memory)
         with torch.autocast(device.type, dtype):  # forward and loss only; weights stay float32
             logits = model(inputs)
             loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
         total_loss += loss.detach()  # loss.item() would wait for the GPU in every step
-        scaler.scale(loss).backward()  # bfloat16: scaler is off, same as loss.backward(), .step()
-        scaler.unscale_(optimizer)  # for clipping: of the true gradients, not the scaled ones
+        scaler.scale(loss).backward()  # bfloat16: scaler off, = loss.backward(), optimizer.step()
+        scaler.unscale_(optimizer)  # only for clipping, which needs the true, unscaled gradients
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # optional
-        scaler.step(optimizer)  # no step after an overflow; the hook in main steps the scheduler
+        scaler.step(optimizer)  # skips after an overflow; delete scheduler.step(), see hook in main
         scaler.update()  # adapts the factor
         optimizer.zero_grad()
     return total_loss.item() / len(loader)  # exact, as all batches have one size (drop_last=True)
@@ -130,14 +130,14 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # memory order for faster Conv2d; same inputs
+    if args.device != "mps":  # mps (Apple GPU): channels_last was wrong in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # faster Conv2d memory order; inputs unchanged
 
     # For other data, use --lr 0.001 and delete betas and label_smoothing: they are tuned for MNIST.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; the betas stay
+    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; betas are constant
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
-    optimizer.register_step_post_hook(lambda *_: scheduler.step())  # if it steps once per batch
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())  # for per-batch schedulers only
     old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)  # before Ampere
     dtype = getattr(torch, args.dtype or ("float16" if old_gpu else "bfloat16"))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # off for bfloat16

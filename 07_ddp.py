@@ -1,13 +1,13 @@
-"""DistributedDataParallel: one process per GPU, on one or more nodes; a killed run can resume.
+"""DistributedDataParallel: one process per GPU, on one or more nodes (machines); it can resume.
 
     torchrun --standalone --nproc_per_node=4 07_ddp.py --checkpoint run.pt  # or sbatch slurm/ddp.sh
     git diff --no-index -w 02_train_gpu.py 07_ddp.py  # what it adds to 02
 
-torchrun starts this file once per GPU and gives each process a number, its rank. Small models gain
+torchrun starts 4 copies (use your number of GPUs), each with a number, its rank. Small models gain
 nothing: every backward pass has to average (all-reduce) the gradients. Only ddp_model does that:
 train it, but evaluate and save `model`, which has the same weights. --batch-size is the effective
 (global) batch size, split across the processes, so keep the learning rate. BatchNorm uses only the
-local part. On GPUs, before DDP: model = nn.SyncBatchNorm.convert_sync_batchnorm(model) avoids that.
+local part. On GPUs, put model = nn.SyncBatchNorm.convert_sync_batchnorm(model) above ddp_model.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -43,7 +43,7 @@ def parse_args():
     add("--limit", type=int, help="use only the first LIMIT images of each set")
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
-    add("--save", help="file for the weights, written after every epoch (to resume: 07_ddp.py)")
+    add("--save", help="file for weights, written after every epoch (resume: --checkpoint in 07)")
     add("--checkpoint", help="file to resume from, written after every epoch")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
@@ -51,7 +51,7 @@ def parse_args():
 
 
 # For your own data, change load_data and build_model; for another task, also loss and accuracy.
-# Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
+# For tensors, keep InMemory. With your own Dataset, delete InMemory and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
     def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
@@ -68,13 +68,13 @@ def load_data(args):
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
-    common["collate_fn"] = tuple  # only for InMemory: leaves its complete batches as they are
+    common["collate_fn"] = tuple  # only for InMemory, whose __getitems__ returns a complete batch
     local_batch_size = args.batch_size // dist.get_world_size()
-    sampler = DistributedSampler(sets[0], seed=args.seed, drop_last=True)  # replaces shuffle=True
+    sampler = DistributedSampler(sets[0], seed=args.seed, drop_last=True)  # shuffles; equal parts
     train_loader = DataLoader(sets[0], local_batch_size, sampler=sampler, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
-    # A range is a valid sampler. A DistributedSampler would repeat or drop images, for equal parts.
+    # Any range is a sampler. To get equal parts, DistributedSampler would repeat or drop images.
     part = range(dist.get_rank(), len(sets[1]), dist.get_world_size())
     return train_loader, DataLoader(sets[1], local_batch_size, sampler=part, **common)
 
@@ -97,8 +97,8 @@ def train(model, loader, optimizer, scheduler, device):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:  # asynchronous: the lines below only queue work for the GPU
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too, if pinned
+    for inputs, targets in loader:  # on a GPU, the lines below only queue work (asynchronous)
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too if pin_memory
         targets = targets.to(device, non_blocking=loader.pin_memory)
         logits = model(inputs)
         loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.05)
@@ -133,7 +133,7 @@ def save(state, path):  # atomic: an interrupted save leaves the older file inta
 
 def resume(path, flags, model, optimizer, scheduler):
     """Load the checkpoint, if any, and return its epoch. Add your own settings to flags in main."""
-    exists = dist.get_rank() == 0 and path and os.path.exists(path)
+    exists = dist.get_rank() == 0 and path and os.path.exists(path)  # only rank 0 reads the file
     found = [torch.load(path, map_location="cpu", weights_only=True) if exists else {"epoch": 0}]
     dist.broadcast_object_list(found)  # in place: all get what rank 0 has read
     checkpoint = found[0]
@@ -157,19 +157,19 @@ def main():
         torch.cuda.set_device(device)  # one GPU per process
     # NCCL communicates between GPUs. Gloo communicates between CPUs: it sends the checkpoint.
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # of this process; count of all
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # own number; number of processes
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be a multiple of the {world_size} processes")
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # memory order for faster Conv2d; same inputs
+    if args.device != "mps":  # mps (Apple GPU): channels_last was wrong in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # faster Conv2d memory order; inputs unchanged
     ddp_model = nn.parallel.DistributedDataParallel(model)  # train this, or nothing is averaged
 
     # For other data, use --lr 0.001 and delete betas and label_smoothing: they are tuned for MNIST.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; the betas stay
+    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; betas are constant
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
     flags = {name: getattr(args, name) for name in ("epochs", "batch_size", "lr", "limit", "seed")}
     done = resume(args.checkpoint, flags, model, optimizer, scheduler)

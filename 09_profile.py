@@ -9,7 +9,7 @@ The lines at the end give the mean per step: the CPU time of each part and, on C
 GPU kernels it launched. ProfilerStep* is the whole step. The larger of its two times limits the
 speed: if it is the GPU's, try 05 or 08. If it is the CPU's, look at enumerate(DataLoader): if this
 wait for data is long, raise --workers; else try 08. In the table, "Self CPU" excludes the operators
-that an operator calls, and "CPU total" includes them.
+that a row's own operator calls, and "CPU total" includes them.
 """
 
 # SPDX-License-Identifier: 0BSD
@@ -44,7 +44,7 @@ def parse_args():
     add("--limit", type=int, help="use only the first LIMIT images of each set")
     add("--workers", type=int, default=0, help="DataLoader worker processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights and shuffling (default: %(default)s)")
-    add("--save", help="file for the weights, written after every epoch (to resume: 07_ddp.py)")
+    add("--save", help="file for weights, written after every epoch (resume: --checkpoint in 07)")
     add("--trace", default="trace.json", help="timeline for ui.perfetto.dev (default: %(default)s)")
     args = parser.parse_args()
     args.width = args.width or (256 if args.device == "cuda" else 8)  # 256 keeps a GPU busy
@@ -52,7 +52,7 @@ def parse_args():
 
 
 # For your own data, change load_data and build_model; for another task, also loss and accuracy.
-# Keep InMemory for tensors in memory. With any other Dataset, delete it and the "collate_fn" line.
+# For tensors, keep InMemory. With your own Dataset, delete InMemory and the "collate_fn" line.
 class InMemory(TensorDataset):  # takes a whole batch out of the tensors at once, which is faster
     def __getitems__(self, indices):  # plural: the DataLoader passes all indices of a batch
         return tuple(tensor[indices] for tensor in self.tensors)
@@ -66,7 +66,7 @@ def load_data(args):
         images = (mnist.data[: args.limit].unsqueeze(1) / 255 - 0.1307) / 0.3081  # mean and std
         sets.append(InMemory(images, mnist.targets[: args.limit]))
     common = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}  # for async copies
-    common["collate_fn"] = tuple  # only for InMemory: leaves its complete batches as they are
+    common["collate_fn"] = tuple  # only for InMemory, whose __getitems__ returns a complete batch
     train_loader = DataLoader(sets[0], args.batch_size, shuffle=True, drop_last=True, **common)
     if len(train_loader) == 0:
         raise SystemExit("too few images for one batch: lower --batch-size or raise --limit")
@@ -91,8 +91,8 @@ def train(model, loader, optimizer, scheduler, device, prof):
     """Train for one epoch and return the mean loss."""
     model.train()
     total_loss = 0
-    for inputs, targets in loader:  # asynchronous: the lines below only queue work for the GPU
-        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too, if pinned
+    for inputs, targets in loader:  # on a GPU, the lines below only queue work (asynchronous)
+        inputs = inputs.to(device, non_blocking=loader.pin_memory)  # queued too if pin_memory
         targets = targets.to(device, non_blocking=loader.pin_memory)
         with record_function("forward"):
             logits = model(inputs)
@@ -133,19 +133,19 @@ def main():
     torch.manual_seed(args.seed)
     train_loader, test_loader = load_data(args)
     model = build_model(args.width).to(device)
-    if args.device != "mps":  # on mps, channels_last gave wrong results in some PyTorch versions
-        model.to(memory_format=torch.channels_last)  # memory order for faster Conv2d; same inputs
+    if args.device != "mps":  # mps (Apple GPU): channels_last was wrong in some PyTorch versions
+        model.to(memory_format=torch.channels_last)  # faster Conv2d memory order; inputs unchanged
 
     # For other data, use --lr 0.001 and delete betas and label_smoothing: they are tuned for MNIST.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.7, 0.9))
-    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; the betas stay
+    steps = args.epochs * len(train_loader)  # OneCycleLR: lr rises, then falls; betas are constant
     scheduler = OneCycleLR(optimizer, args.lr, total_steps=steps, cycle_momentum=False)
-    # Discard the 2 batches that each worker has ready: they would hide the wait for data.
+    # As the profiler starts, each worker gets 2 batches ready. Discard them: they hide the wait.
     warmup, active = 1 + 2 * args.workers, max(3, args.workers)  # steps to discard, to record
-    wait = len(train_loader) - warmup - active  # steps to skip first; for a long epoch, wait = 10
+    wait = len(train_loader) - warmup - active  # steps to skip first; set 10 if an epoch is long
     if wait < 0:
         raise SystemExit(f"an epoch needs {warmup + active} steps: choose a lower --batch-size")
-    torch.autograd.set_multithreading_enabled(False)  # only while profiling: GPU times of backward
+    torch.autograd.set_multithreading_enabled(False)  # for the GPU time of backward; delete later
 
     header = f"{device} | torch {torch.__version__} | {len(train_loader.dataset):,} images"
     header += f" | batch {args.batch_size} | width {args.width}"
@@ -166,12 +166,12 @@ def main():
                 save(model.state_dict(), args.save)  # README.md shows how to load it
             print(result, flush=True)
 
-    rows = prof.key_averages()  # one per name and device; "#" starts a detail of the name
+    rows = prof.key_averages()  # one per name and device; a name can end in "#" and a detail
     sort_by = "self_device_time_total" if args.device == "cuda" else "self_cpu_time_total"
     print(rows.table(sort_by=sort_by, row_limit=15, max_name_column_width=40))
     parts = {row.key.split("#")[0]: row for row in rows if row.device_type.name == "CPU"}
     for name in "ProfilerStep*", "enumerate(DataLoader)", "forward", "backward", "optimizer":
-        row = parts[name]  # cpu_time and device_time are means per call, in microseconds
+        row = parts[name]  # PyTorch adds the first two; times are means per call, in microseconds
         on_gpu = f" | GPU {row.device_time / 1000:8.2f} ms" if args.device == "cuda" else ""
         print(f"{name:21} | CPU {row.cpu_time / 1000:8.2f} ms{on_gpu} per step")
     trace = Path(args.trace).resolve()

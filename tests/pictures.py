@@ -8,6 +8,7 @@ The amounts of memory are those of the tensors that a step creates, without what
 themselves. They are the same on any processor; the times in the second picture are not.
 """
 
+import inspect
 import json
 import subprocess
 import sys
@@ -83,7 +84,10 @@ def step(script, *extra, width=64, depth=0):
         DataLoader([(torch.randn(size, 1, 28, 28), torch.randint(10, (size,)))], batch_size=None)
         for size in (4, 480)
     )
-    module.train(model, first, optimizer, scheduler, torch.device("cpu"), *extra)
+    extra = torch.device("cpu"), *extra
+    if "scheduler" in inspect.signature(module.train).parameters:  # 05 steps it in a hook
+        extra = scheduler, *extra
+    module.train(model, first, optimizer, *extra)
     passes, backward = [], torch.Tensor.backward
 
     def timed_backward(loss):
@@ -94,7 +98,7 @@ def step(script, *extra, width=64, depth=0):
     torch.Tensor.backward = timed_backward
     try:
         with Memory() as memory:
-            module.train(model, batch, optimizer, scheduler, torch.device("cpu"), *extra)
+            module.train(model, batch, optimizer, *extra)
     finally:
         torch.Tensor.backward = backward
     return memory.record, passes
