@@ -172,7 +172,7 @@ def form_2():
             code = re.sub(r" +dist\.all_reduce\(s\).*\n", "", code)
         return code
 
-    lines = re.findall(r"`s = (.+)`", SECTION)
+    lines = re.findall(r"`s = ([^`]+)`", SECTION)
     assert len(lines) == 4
     for line in lines:
         weight = WEIGHT if "weight" in line else None
