@@ -176,8 +176,9 @@ def main():
         print(f"{name:21} | CPU {row.cpu_time / 1000:8.2f} ms{on_gpu} per step")
     trace = Path(args.trace).resolve()
     trace.parent.mkdir(parents=True, exist_ok=True)
-    trace.write_text("")  # fails if it cannot be written: the export below would only log that
-    prof.export_chrome_trace(str(trace))
+    with tempfile.TemporaryDirectory(dir=trace.parent) as folder:
+        prof.export_chrome_trace(f"{folder}/{trace.name}")  # it only logs a failure
+        Path(folder, trace.name).replace(trace)  # raises an error then, and an older trace stays
     print(f"trace | {args.trace} | {trace.stat().st_size:,} bytes")
 
 

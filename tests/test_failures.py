@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FAMILY, ROOT, command, load, results, run
+from torch.profiler import profile
 from torch.utils.data import TensorDataset
 
 SUMS = {
@@ -154,12 +155,15 @@ def test_trace_follows_a_symbolic_link(monkeypatch, tmp_path):
 
 
 class Nan(TensorDataset):
-    """Training images are NaN, test images are not."""
+    """The training images of the first batches are NaN, and no test images."""
+
+    often, batches = 999, 0
 
     def __getitems__(self, indices):
         images, targets = (tensor[indices] for tensor in self.tensors)
         if not torch.is_inference_mode_enabled():
-            images = images * torch.nan
+            self.batches += 1
+            images = images * (torch.nan if self.batches <= self.often else 1)
         return images, targets
 
 
@@ -182,25 +186,34 @@ def test_nan_ends_the_run_before_it_saves(script, monkeypatch, tmp_path):
 
 def test_nan_in_a_step_that_the_scaler_skips(monkeypatch, tmp_path):
     """The loss is NaN then, but the weights are good: the run goes on."""
+    monkeypatch.setattr(Nan, "often", 3)
     flags = ["--dtype", "float16", "--save", tmp_path / "model.pt"]
     train_on_nan("05_amp.py", flags, monkeypatch)
     weights = torch.load(tmp_path / "model.pt", weights_only=True)
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
-def test_nan_in_every_step_with_float16(monkeypatch, tmp_path):
+@pytest.mark.parametrize("limit", [200, 2000])  # 4 and 40 steps
+def test_nan_in_every_step_with_float16(limit, monkeypatch, tmp_path):
     """All steps are skipped, so the weights stay finite but untrained: they replace nothing."""
     older = tmp_path / "model.pt"
     older.write_text("older")
-    flags = ["--dtype", "float16", "--limit", 2000, "--save", older]
+    flags = ["--dtype", "float16", "--limit", limit, "--save", older]
     with pytest.raises(SystemExit, match="loss nan .* float16 overflows in nearly every step"):
         train_on_nan("05_amp.py", flags, monkeypatch)
     assert older.read_text() == "older"
 
 
 def test_trace_that_cannot_be_written(monkeypatch, tmp_path):
-    """The profiler only logs it, and an older trace would look like a new one."""
+    """The profiler only logs it, and an older trace would look like a new one. It stays."""
+    older = tmp_path / "trace.json"
+    older.write_text("older")
     flags = ["09_profile.py", "--device", "cpu", "--limit", "500", "--batch-size", "50"]
     monkeypatch.setattr(sys, "argv", [*flags, "--trace", str(tmp_path)])
     with pytest.raises(OSError):
         load("09_profile.py").main()
+    monkeypatch.setattr(profile, "export_chrome_trace", lambda self, path: None)
+    monkeypatch.setattr(sys, "argv", [*flags, "--trace", str(older)])
+    with pytest.raises(FileNotFoundError, match=r"trace\.json"):
+        load("09_profile.py").main()
+    assert older.read_text() == "older" and list(tmp_path.iterdir()) == [older]
