@@ -202,7 +202,7 @@ def main():
                 state |= {"scheduler": scheduler.state_dict(), "flags": flags, "epoch": epoch}
                 save(state, args.checkpoint)
             print(result, flush=True)
-    time.sleep(0.1)  # lets the threads of Gloo finish: torch 2.4 can hang at exit otherwise
+    time.sleep(0.1)  # lets the threads of Gloo finish: otherwise torch can hang or abort at exit
     dist.destroy_process_group()
 
 

@@ -359,7 +359,8 @@ def test_profile_shows_the_wait_for_a_slow_loader(
 
     While the profiler starts, which can take seconds on a GPU, the workers fill their queues.
     """
-    module, prepare = load("09_profile.py"), profile.prepare_trace
+    module, prepare, threads = load("09_profile.py"), profile.prepare_trace, torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine, two would wait for each other
     monkeypatch.setattr(profile, "prepare_trace", lambda self: time.sleep(start) or prepare(self))
     monkeypatch.setattr(module, "InMemory", Slow)
     monkeypatch.chdir(tmp_path)
@@ -368,6 +369,7 @@ def test_profile_shows_the_wait_for_a_slow_loader(
     monkeypatch.setattr(sys, "argv", ["09_profile.py", *map(str, flags)])
     monkeypatch.setattr(module, "evaluate", lambda *args: 0.0)
     module.main()
+    torch.set_num_threads(threads)
     times = regions(capsys.readouterr().out)
     assert times["enumerate(DataLoader)"][0] > 0.3 * times["ProfilerStep*"][0]  # without load, 0.9
 
