@@ -173,7 +173,13 @@ def test_patched_to_mixed_precision(name, trained, imitated_gpu, monkeypatch, tm
         trained(path, *data, *flags, "--epochs", "2", done=True)
     else:
         module = load(path)
-        monkeypatch.setattr(module, "train", lambda *args: 1.0)
+
+        def train(model, loader, optimizer, *rest):
+            for _ in range(len(loader)):
+                optimizer.step()
+            return 1.0
+
+        monkeypatch.setattr(module, "train", train)
         monkeypatch.setattr(sys, "argv", [str(path), *QUICK, *data, "--device", "cuda"])
         made = []
         monkeypatch.setattr(
